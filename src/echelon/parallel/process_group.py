@@ -27,6 +27,7 @@ from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.parallel.store import format_ranks, read_failure, wait_for_keys
 from echelon.runs.failure import Failure
 from echelon.world import World
+from echelon.world.sealed_store import SealedStore
 
 _POLL_S = 0.02
 _FAILURE_STAY_S = 6.0
@@ -45,7 +46,7 @@ class RankGroup:
     """The processes of the world, once they have joined. A world of one process has no store."""
 
     world: World
-    store: dist.Store | None
+    store: SealedStore | None
     hosts_store: bool
     timeout_s: float
 
@@ -188,7 +189,7 @@ class RankGroup:
         # waited for, as nothing can end that wait.
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("group", self.store),
+            store=dist.PrefixStore(f"{self.store.prefix}group", self.store.torch_store),
             rank=self.world.rank,
             world_size=self.world.size,
             timeout=min(timeout, timedelta(seconds=_CONNECT_TIMEOUT_S)),

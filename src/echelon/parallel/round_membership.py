@@ -7,14 +7,13 @@ import threading
 import time
 from collections.abc import Mapping
 
-import torch.distributed as dist
-
 from echelon.parallel.process_group import RankGroup
 from echelon.parallel.store import PeerFailedError, read_failure
 from echelon.runs.failure import SUPERSEDED_ROUND, Failure
 from echelon.runs.heartbeat import Heartbeat
 from echelon.world import World
 from echelon.world.rounds import INCARNATION_VARIABLE, Round, RoundStore, get_round_prefix
+from echelon.world.sealed_store import SealedStore
 
 _POLL_S = 0.005
 _WATCH_INTERVAL_S = 0.1
@@ -25,7 +24,7 @@ class RoundMembership:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: SealedStore,
         world: World,
         env: Mapping[str, str],
         timeout_s: float,
@@ -68,7 +67,7 @@ class RoundMembership:
     def publish_failure(self, failure: Failure) -> None:
         """Publish a failure in the current round, for a rank whose group has no store."""
         prefix = get_round_prefix(self._attempt, self.round.number)
-        store = dist.PrefixStore(prefix, self._store)
+        store = self._store.open_prefix(prefix)
         with contextlib.suppress(Exception):  # if the agent is gone, nobody is left to read it
             store.compare_set("failure", "", failure.to_json())
 
@@ -105,7 +104,7 @@ class RoundMembership:
         if world.size == 1:
             return RankGroup(world, None, False, self._timeout_s)
         prefix = get_round_prefix(self._attempt, newest.number)
-        return RankGroup(world, dist.PrefixStore(prefix, self._store), False, self._timeout_s)
+        return RankGroup(world, self._store.open_prefix(prefix), False, self._timeout_s)
 
     def _watch_rounds(self) -> None:
         """End the collectives of a round that is over. Where a machine has fallen silent, its

@@ -10,10 +10,9 @@ import sys
 import time
 from collections.abc import Callable
 
-import torch.distributed as dist
-
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.runs.failure import Failure
+from echelon.world.sealed_store import SealedStore
 
 SILENT_WAIT_S = 2.0
 """A wait that takes longer is reported."""
@@ -33,7 +32,7 @@ def print_wait_message(text: str, timeout_s: float) -> bool:
     return True
 
 
-def wait_for_keys(store: dist.Store, keys: list[str], timeout_s: float) -> list[int]:
+def wait_for_keys(store: SealedStore, keys: list[str], timeout_s: float) -> list[int]:
     """Return the positions of keys that are not set when the time is up. A failure ends the
     wait."""
     started, has_reported = time.monotonic(), False
@@ -79,7 +78,7 @@ def _make_backoff() -> Callable[[], float]:
     return next_pause
 
 
-def read_failure(store: dist.Store) -> Failure | None:
+def read_failure(store: SealedStore) -> Failure | None:
     """Return the failure that a rank published, or None."""
     return Failure.from_json(store.get("failure")) if store.check(["failure"]) else None
 

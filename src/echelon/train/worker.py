@@ -210,9 +210,9 @@ class RankWorker:
     def _open_rounds(self, group: RankGroup) -> RoundMembership | None:
         """Return this rank's part in the rounds of its world; None where it is alone, or lost ranks
         are not replaced."""
-        if not isinstance(group.store, dist.PrefixStore) or not self.config.launch.max_replacements:
+        if group.store is None or not self.config.launch.max_replacements:
             return None
-        store = group.store.underlying_store
+        store = group.store.root
         heartbeat, limit_s = self.heartbeat, group.timeout_s
         return RoundMembership(store, group.world, os.environ, limit_s, heartbeat)
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -47,7 +46,9 @@ from echelon.runs.heartbeat import HeartbeatRecord, HeartbeatTable
 from echelon.runs.run_folder import Run
 from echelon.runs.stack_text import render_stack
 from echelon.utils.processes import read_stat_fields
+from echelon.world.network_key import KEY_VARIABLE
 from echelon.world.rounds import INCARNATION_VARIABLE
+from echelon.world.sealed_store import SealedStore
 
 _MONITOR_INTERVAL_S = 0.05
 _KILL_WAIT_S = 5.0
@@ -62,6 +63,8 @@ class NodeJob:
     entrypoint: str
     """MODULE:FUNCTION that a worker calls."""
     hang_s: float
+    key: str
+    """Of the job; see `world/network_key.py`."""
     max_replacements: int = 0
     """How often in a row lost ranks are replaced without a step between."""
     program: list[str] = field(default_factory=list)
@@ -88,7 +91,7 @@ class NodeAgent(SimpleElasticAgent):
     def __init__(
         self,
         spec: WorkerSpec,
-        store: dist.TCPStore,
+        store: SealedStore,
         fork_server: ForkServer,
         lifeline: Lifeline,
         job: NodeJob,
@@ -229,7 +232,7 @@ class NodeAgent(SimpleElasticAgent):
         takes part is told by the others."""
         if not replacement.round.number:
             return False
-        attempt = dist.PrefixStore(f"echelon/{self._attempt}", self._tcp_store)
+        attempt = self._tcp_store.open_prefix(f"echelon/{self._attempt}")
         if any(code in (ExitCode.OK, ExitCode.PREEMPTED) for code in self._exit_codes.values()):
             if not self._has_reported_done:
                 attempt.set("ranks end", "1")
@@ -240,7 +243,7 @@ class NodeAgent(SimpleElasticAgent):
     def _are_all_nodes_done(self) -> bool:
         """Return whether the ranks of every node have ended. Until then a rank of another node may
         still fail, and then all start again."""
-        attempt = dist.PrefixStore(f"echelon/{self._attempt}", self._tcp_store)
+        attempt = self._tcp_store.open_prefix(f"echelon/{self._attempt}")
         done = attempt.add("nodes done", 0 if self._has_reported_done else 1)
         self._has_reported_done = True
         return done >= self._job.node.node_count
@@ -297,6 +300,7 @@ class NodeAgent(SimpleElasticAgent):
             "TORCHELASTIC_RESTART_COUNT": self._attempt,
             "TORCHELASTIC_MAX_RESTARTS": group.spec.max_restarts,
             "TORCHELASTIC_USE_AGENT_STORE": True,
+            KEY_VARIABLE: self._job.key,
         }
         if self._job.is_plain:
             variables = {}
@@ -485,7 +489,7 @@ class NodeAgent(SimpleElasticAgent):
         """
         if self._replacement is not None and (told := self._replacement.read_failure()):
             return told
-        attempt = dist.PrefixStore(f"echelon/{self._attempt}", self._tcp_store)
+        attempt = self._tcp_store.open_prefix(f"echelon/{self._attempt}")
         if self._replacement is None and attempt.check(["failure"]):
             return Failure.from_json(attempt.get("failure"))
         silent_rank = min(failed, key=lambda r: failed[r] >= 0)

@@ -23,6 +23,7 @@ from echelon.launch.node.message_channel import (
     ChannelListener,
     MessageChannel,
     connect_channel,
+    encode_message,
 )
 from echelon.runs.failure import Failure
 from echelon.world.rounds import Round
@@ -311,8 +312,9 @@ class LifelineServer(Lifeline):
 
     def _send_to_all(self, message: dict[str, Any]) -> None:
         """Send a message to every other node."""
+        body = encode_message(message)
         for peer in list(self._peers.values()):
-            peer.channel.send(message)
+            peer.channel.send_encoded(body)
 
 
 class LifelineClient(Lifeline):

@@ -13,8 +13,6 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 
-import torch.distributed as dist
-
 from echelon.errors import ExitCode
 from echelon.launch.node.lifeline import Lifeline, RankLoss
 from echelon.launch.node.round_keeper import RoundKeeper
@@ -23,6 +21,7 @@ from echelon.launch.plan import NodeSpec
 from echelon.runs.failure import SUPERSEDED_ROUND, Failure
 from echelon.runs.run_folder import Run
 from echelon.world.rounds import Round, RoundStore, get_round_prefix
+from echelon.world.sealed_store import SealedStore
 
 
 class RankReplacement:
@@ -31,7 +30,7 @@ class RankReplacement:
     def __init__(
         self,
         lifeline: Lifeline,
-        store: dist.TCPStore,
+        store: SealedStore,
         node: NodeSpec,
         attempt: int,
         max_losses: int,
@@ -73,7 +72,7 @@ class RankReplacement:
         """Return the failure that a rank has published, in whatever round it was."""
         for round_ in reversed(self._known_rounds):
             prefix = get_round_prefix(self._attempt, round_.number)
-            store = dist.PrefixStore(prefix, self._store)
+            store = self._store.open_prefix(prefix)
             if store.check(["failure"]):
                 failure = Failure.from_json(store.get("failure"))
                 if failure.summary != SUPERSEDED_ROUND:
@@ -167,7 +166,7 @@ class RankReplacement:
         if not decided.is_planned:
             note = Failure(0, "", None, SUPERSEDED_ROUND, "")
             for prefix in self._open_prefixes:
-                dist.PrefixStore(prefix, self._store).compare_set("failure", "", note.to_json())
+                self._store.open_prefix(prefix).compare_set("failure", "", note.to_json())
             self._open_prefixes.clear()
         self._open_prefixes.append(get_round_prefix(self._attempt, decided.number))
         self._lifeline.announce_round(self._attempt, decided)

@@ -7,13 +7,12 @@ and `slurm` through `echelon node`.
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from echelon.config.schema import Config
-from echelon.errors import ExitCode
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.gpus import count_visible_gpus
 from echelon.launch.launcher import Launcher
 from echelon.launch.node.fork_server import ForkServer
@@ -27,10 +26,10 @@ from echelon.runs.submitted_run import get_submitted_run
 from echelon.runs.writer import release_run_folder, start_writer_beats
 from echelon.tracking.summary import format_rows
 from echelon.utils.imports import pause_garbage_collection
+from echelon.world.network_key import KEY_VARIABLE, derive_key, read_key
+from echelon.world.sealed_store import SealedStore, StoreTimeoutError, derive_store_key
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from echelon.launch.node.agent import NodeAgent
 
 EXPERIMENT_ENTRYPOINT = "echelon.train.worker:run_worker"
@@ -38,7 +37,7 @@ PROGRAM_ENTRYPOINT = "echelon.launch.node.program:exec_program"
 _PRELOADED_MODULES = ("torch", "torch._dynamo", "echelon.train.worker", "echelon.recipes")
 """DDP and torch's optimizers import torch._dynamo on first use, in every process."""
 
-ResolveRun: TypeAlias = "Callable[[dist.Store, Callable[[str], str]], Run]"
+ResolveRun: TypeAlias = Callable[[SealedStore, Callable[[str], str]], Run]
 """From the store, and a function that waits for what node 0 puts there, to the run's folder."""
 
 
@@ -61,17 +60,21 @@ def run_node(
     once the store is open. `on_port` is called with the port of the store. `report_failure` shows
     the first failure of the world, on node 0.
     """
+    read_key(os.environ)  # one that can be guessed is refused before anything starts
     with pause_garbage_collection():
         import torch  # noqa: F401  once: what is forked from here shares it
 
     fork_server = ForkServer(() if config.program else _PRELOADED_MODULES)
     # From here on threads may start; the fork server imports the rest at the same time.
-    from echelon.launch.node.rendezvous import host_or_join_store
+    from echelon.launch.node.rendezvous import agree_on_key, host_or_join_store
 
     store = host_or_join_store(node, config.launch.join_timeout_s)
     if on_port is not None:
         on_port(store.port)
-    return _NodeService(launcher, config, node, report_failure, store).run(fork_server, resolve_run)
+    key = agree_on_key(store, node, os.environ)
+    sealed = SealedStore(store, derive_store_key(key))
+    service = _NodeService(launcher, config, node, report_failure, sealed, key)
+    return service.run(fork_server, resolve_run)
 
 
 class _NodeService:
@@ -83,7 +86,8 @@ class _NodeService:
         config: Config,
         node: NodeSpec,
         report_failure: Callable[[Failure], None],
-        store: dist.TCPStore,
+        store: SealedStore,
+        key: str,
     ) -> None:
         from echelon.launch.node.rendezvous import FixedRendezvous
 
@@ -93,7 +97,7 @@ class _NodeService:
             report_failure,
             store,
         )
-        self._launcher = launcher
+        self._launcher, self._key = launcher, key
         self._lifeline = Lifeline()
         self._rendezvous = FixedRendezvous(store, config.run.name or "echelon", node, config.launch)
         self._rendezvous.raise_if_failed = self._raise_if_failed
@@ -112,7 +116,7 @@ class _NodeService:
 
     def _run_agent(self, fork_server: ForkServer, resolve_run: ResolveRun) -> int:
         try:
-            self._lifeline = _open_lifeline(self._store, self._node, self._exit_without_node_0)
+            self._lifeline = self._open_lifeline()
             run = self._run = resolve_run(self._store, self._rendezvous.wait_for_key)
             self._record_start(run)
             agent = self._make_agent(run, fork_server)
@@ -151,6 +155,7 @@ class _NodeService:
             node,
             entry,
             config.launch.hang_s,
+            self._key,
             config.launch.max_replacements,
             program,
             config.mode == "plain",
@@ -200,6 +205,31 @@ class _NodeService:
             left = self._launcher.count_restarts_left(run, self._config)
             self._store.set("restarts", str(left))
         return int(self._rendezvous.wait_for_key("restarts"))
+
+    def _open_lifeline(self) -> Lifeline:
+        """Return the connection by which the nodes learn of each other's failures; see
+        `lifeline.py`."""
+        node, key = self._node, derive_key(self._key, "lifeline")
+        if node.node_count == 1:
+            return Lifeline()
+        from echelon.launch.node.rendezvous import find_listening_address
+
+        if node.rank == 0:
+            server = LifelineServer(find_listening_address(node), node.node_count, key)
+            self._store.set("lifeline", str(server.port))
+            return server
+        try:
+            port = int(self._store.get("lifeline"))
+        except StoreTimeoutError:
+            raise EchelonError(
+                Fault(
+                    f"node {node.rank} and node 0 at {node.master_host}:{node.master_port} have "
+                    "different keys",
+                    f"set {KEY_VARIABLE} to the same value on every node, or on none",
+                ),
+                exit=ExitCode.RENDEZVOUS,
+            ) from None
+        return LifelineClient(node.master_host, port, key, node.rank, self._exit_without_node_0)
 
     def _raise_if_failed(self, attempt: int) -> None:
         """Raise if the lifeline knows of a failure in this attempt."""
@@ -293,21 +323,3 @@ class _WorldFailed(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.summary)
         self.failure = failure
-
-
-def _open_lifeline(
-    store: dist.TCPStore, node: NodeSpec, on_lost: Callable[[Failure], None]
-) -> Lifeline:
-    """Return the connection by which the nodes learn of each other's failures; see
-    `lifeline.py`."""
-    if node.node_count == 1:
-        return Lifeline()
-    from echelon.launch.node.rendezvous import find_listening_address
-
-    if node.rank == 0:
-        key = secrets.token_hex(32)
-        hub = LifelineServer(find_listening_address(node), node.node_count, key.encode())
-        store.set("lifeline", f"{hub.port} {key}")
-        return hub
-    port, key = store.get("lifeline").decode().split()
-    return LifelineClient(node.master_host, int(port), key.encode(), node.rank, on_lost)

@@ -44,6 +44,7 @@ from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
 from echelon.runs.writer import release_run_folder, start_writer_beats
 from echelon.world.device_fit import get_default_process_count
+from echelon.world.network_key import KEY_VARIABLE, make_key
 
 
 class SshLauncher(Launcher):
@@ -129,7 +130,8 @@ class SshLauncher(Launcher):
             )
             run.update_status(**make_starting_status("ssh", len(hosts), world), hosts=names)
             _send_files(run, separate_hosts, code, new)
-            open_sessions = sessions.start_sessions(names, plan.commands, first_line)
+            keyed = remote_command.encode_variables(carried | {KEY_VARIABLE: make_key()})
+            open_sessions = sessions.start_sessions(names, plan.commands, keyed)
             start_writer_beats(run)
             outcome = sessions.SshSessions(open_sessions).wait_for_all()
             missing = {each.host: file_transfer.fetch_results(each) for each in separate_hosts}
