@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from echelon.cudagraph.host_state import find_host_change, read_host_state
+from echelon.cudagraph.host_state import HostState, find_host_change, read_host_state
 from echelon.data.batch_structure import list_tensors
 from echelon.data.batch_transform import BatchTransform
 from echelon.data.batches import Batch, BlockSlice
@@ -257,10 +257,8 @@ class StepVerifier:
         suspects = sorted(first)
         who = " and ".join(f"rank {r} on {self._places[r]}" for r in suspects)
         is_steady = all(first[r] == second[r] for r in suspects)
-        if is_steady and len(second) == 2:
-            why = "each gets its own numbers again, and there is no third rank to settle it"
-        else:
-            why = "they do not get their own numbers again, nor does a majority agree"
+        why = "each gets its own numbers again, and " if is_steady else ""
+        why += "there is no third rank to settle it" if len(second) == 2 else "no majority agrees"
         what = f"{who} compute different numbers: in step {step} {difference}; {why}"
         remedy = self._suggest_remedy(suspects, step)
         if not is_steady:
@@ -295,10 +293,10 @@ class StepVerifier:
         )
         return f"{which} not verified and may be wrong: to be sure, go on from {sure}"
 
-    def _warn_about_counters(self, before: object, t: Training) -> None:
+    def _warn_about_counters(self, before: HostState, t: Training) -> None:
         """Say on rank 0 what a check cannot undo: attributes that a pass changes."""
-        states = [(_leave_out_buffers(s[0]), None) for s in (before, read_host_state(t.experiment))]  # type: ignore[index]
-        if (change := find_host_change(*states)) is not None:
+        then, now = (_leave_out_buffers(s) for s in (before, read_host_state(t.experiment)))
+        if (change := find_host_change(then, now)) is not None:
             print(
                 f"warning: trainer.verify_steps={self._every}: {change}, and a check changes it "
                 "too, which is not undone: numbers that depend on it are others than without",
@@ -312,9 +310,10 @@ _NONDETERMINISM = (
 )
 
 
-def _leave_out_buffers(state: Mapping[str, object]) -> dict[str, object]:
-    """Return attributes of modules without their buffers and parameters, which are brought back."""
-    return {k: v for k, v in state.items() if not k.endswith(("_buffers", "_parameters"))}
+def _leave_out_buffers(state: HostState) -> HostState:
+    """Return a state without buffers, parameters and generators, which are brought back."""
+    names = ("_buffers", "_parameters")
+    return {k: v for k, v in state[0].items() if not k.endswith(names)}, None
 
 
 def _find_differing_share(shares: Sequence[int], digests: Sequence[PassDigest]) -> int | None:
