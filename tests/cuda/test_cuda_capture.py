@@ -203,7 +203,7 @@ def test_the_whole_step_holds_an_all_reduce(tmp_path: Path) -> None:
     for start in (0, 16, 32, 48):
         graph.replay(BlockSlice(cut.block, start, 16))
     rows = graph.take_results().tolist()
-    assert [row[:-1] for row in rows] == [[0.5, 0.0, 0.0, 0.0, 0.0]] * 4
+    assert [row[:-1] for row in rows] == [[0.5, *[0.0] * 5]] * 4
     assert not torch.equal(before, model.weight)
     assert rows[-1][-1] < rows[0][-1]
 
