@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 HELPERS = Path(__file__).resolve().parents[1] / "helpers"
-EXPERIMENT = "faulty_experiment.py:experiment"
+EXPERIMENT = HELPERS / "faulty_experiment.py"
 _TOLERANCE = 1e-4
 _STANDSTILL_S = 120.0
 
@@ -31,17 +31,14 @@ def main() -> None:
     parser.add_argument("--pause-s", type=float, default=1.0, help="mean time between kills")
     parser.add_argument("--epochs", type=int, default=0, help="default: enough for the kills")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--experiment", default=EXPERIMENT, help="FILE:FUNCTION of the helpers")
-    parser.add_argument("--set", action="append", default=[], help="a further setting")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     epochs = args.epochs or max(20, int(args.kills * args.pause_s * 6))
     with tempfile.TemporaryDirectory() as folder:
-        more = [f"experiment={HELPERS / args.experiment}", f"launch.procs={args.procs}", *args.set]
-        clean = _train(Path(folder) / "clean", epochs, more)
+        clean = _train(Path(folder) / "clean", args.procs, epochs)
         if clean.wait() != 0:
             sys.exit("the undisturbed run failed")
-        disturbed = _train(Path(folder) / "disturbed", epochs, more)
+        disturbed = _train(Path(folder) / "disturbed", args.procs, epochs)
         metrics = Path(folder) / "disturbed" / "runs" / "r" / "metrics.jsonl"
         while disturbed.poll() is None and not metrics.exists():
             time.sleep(0.05)  # a rank that is lost before the first step is not replaced
@@ -54,10 +51,10 @@ def main() -> None:
     sys.exit(0 if result["bad"] == 0 else 1)
 
 
-def _train(folder: Path, epochs: int, more: list[str]) -> subprocess.Popen[bytes]:
+def _train(folder: Path, procs: int, epochs: int) -> subprocess.Popen[bytes]:
     folder.mkdir()
-    words = ["-m", "echelon", "train", "launch=local", *more]
-    words += ["run.name=r", "trainer.batch_size=8", "trainer.log_steps=1"]
+    words = ["-m", "echelon", "train", f"experiment={EXPERIMENT}:experiment", "launch=local"]
+    words += [f"launch.procs={procs}", "run.name=r", "trainer.batch_size=8", "trainer.log_steps=1"]
     words += [f"trainer.epochs={epochs}", "pause_s=0.01", "track.progress=none"]
     with (folder / "output").open("wb") as output:
         return subprocess.Popen([sys.executable, *words], cwd=folder, stdout=output, stderr=output)
