@@ -304,6 +304,7 @@ class RankWorker:
             loop = prepare_steps(*self._rank_parts, experiment, kept)
             return loop.engine, loop.run
         training = prepare_training(*self._rank_parts, experiment, is_placed_by_user, copied=kept)
+        self.training = training  # a report of a failed check says that it was one
         if kept is None and check_evaluation(training):
             training.speed.restart_interval(training.step, training.samples)
         return training, partial(train, training)
