@@ -39,6 +39,7 @@ TITLES = {
     "own_loops": "What a session costs in a loop of one's own",
     "startup": "From the command to the first step, and memory",
     "restart": "From a killed worker to the next step",
+    "survival_cost": "What being ready for a lost rank costs",
     "cli": "What a command that needs no torch costs",
     "order": "Starting and drawing an epoch",
     "shuffle_quality": "How well data in files is shuffled",
