@@ -25,6 +25,8 @@ class LoopSettings(Settings):
     caught: str = ""
     """What the loop catches around each of its iterations: ``Exception`` or ``everything``."""
     dropout: float = 0.0
+    slow_on: int = -1
+    """A rank whose steps take longer than those of all others, of `layers`."""
 
 
 class NoisySamples(Dataset[tuple[Tensor, Tensor]]):
@@ -170,12 +172,13 @@ class Layers(nn.Sequential):
         layers = [nn.Linear(8, width), *(nn.Linear(width, width) for _ in range(2))]
         super().__init__(*layers, nn.Linear(width, 1))
         self.trap = Trap(cfg)
+        self.is_slow = int(os.environ["RANK"]) == cfg.slow_on
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.trap.steps += 1
             self.trap.reach("step")
-            time.sleep(self.trap.get_pause_s())
+            time.sleep(self.trap.get_pause_s() + 0.3 * self.is_slow)
         else:
             self.trap.reach("evaluation")
         return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]

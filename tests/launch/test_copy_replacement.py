@@ -4,6 +4,7 @@ too."""
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,14 @@ def test_the_mirror_goes_on_with_the_new_rank_0(
     assert f"runs/{folder.name}/step-000000040/manifest.json" in keys
     assert status(folder)["mirror"]["step"] == 40
     assert "warning" not in done.err
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_named_in_later_rounds_too(tmp_path: Path) -> None:
+    """Its host is asked of the store, which has other keys in every round."""
+    loss = Loss("layers", 3, "kill", 1, "step", 3, more=("slow_on=2", "launch.hang_s=20"))
+    done = run_with_loss(loss, tmp_path, "trainer.steps=25", *UNSAVED)
+    assert re.search(r"rank 1 replaced: 3 processes\n(.*\n)*?rank 2 on \S+ ", done.err), done.err
 
 
 @pytest.mark.slow

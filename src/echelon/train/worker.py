@@ -447,6 +447,8 @@ class RankWorker:
     def _enter_group(self, group: RankGroup) -> None:
         """Note which rank this process is from now on."""
         self.group, self.rank = group, group.world.rank
+        if group.store is not None:  # as every rank says in the first round
+            group.set_value(f"rank {self.rank}", socket.gethostname())
         if self.rank != 0 and self.mirror is not None:  # the new rank 0 takes it
             self.mirror.close(FAILED_LIMIT_S, lambda seconds: self.heartbeat.suspend())
             self.mirror = None
