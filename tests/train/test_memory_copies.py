@@ -86,6 +86,7 @@ def rebuild(lost: list[int], folder: str, rank: int, master: str) -> Any:
     assert {name.step for name in copies.list_pieces()} == {8, 9}
     kept = KeptLoop(ShardCopies(group) if rank in lost else copies)
     kept.agree_on_copy(configured(Path(folder), ()), Run(Path(folder)), group)
+    group.barrier_before_exit()  # rank 0 hosts the store
     if not kept.has_copy:
         return None
     assert kept.load_info(group) == describe(9)

@@ -8,6 +8,7 @@ the newest copy that is whole, as a resumed run does from a snapshot.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -128,7 +129,8 @@ class WholeCopies(MemoryCopies):
 
     def _copy(self, info: dict[str, Any], parts: Mapping[str, Any]) -> None:
         self._newest = None
-        self._newest = MemorySnapshot(info, self._buffer.copy_state(parts))
+        with contextlib.suppress(OSError):  # no memory: then it takes the copy of another rank
+            self._newest = MemorySnapshot(info, self._buffer.copy_state(parts))
 
     def list_pieces(self) -> list[PieceName]:
         if self._newest is None:
@@ -266,7 +268,12 @@ class KeptLoop:
         self._pieces, self.position = [], newest[:2]
         if newest.step >= max(0, found[0][0]):
             self._pieces = sorted((n, r) for n, r in holders.items() if n[:3] == newest[:3])
-            self.copies.drop_others(newest.step)
+
+    def begin_round(self, group: RankGroup) -> None:
+        """Prepare for copies in a round, when all ranks have restored their state. Older pieces
+        are of no use any more, and newer ones are of steps that are made again."""
+        self.copies.drop_others(self.position[0] if self.has_copy else -1)
+        self.copies.begin_round(group)
 
     def load_info(self, group: RankGroup) -> dict[str, Any]:
         """Return what the copy says of itself. A collective."""

@@ -367,7 +367,7 @@ class RankWorker:
             if kept.has_copy:  # otherwise it is said that the run resumes
                 _print_message(f"going back to step {training.step}, which is in memory")
         if (rounds := self.rounds) is not None and find_regroup_obstacle(training) is None:
-            kept.copies.begin_round(training.group)
+            kept.begin_round(training.group)
             training.copies = kept.copies
             training.take_part_in_rounds(lambda: rounds.is_round_planned, rounds.confirm_round)
         outcome = self._run_loop(run_loop)
