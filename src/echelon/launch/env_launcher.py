@@ -46,7 +46,8 @@ class EnvLauncher(Launcher):
     name = "env"
 
     def plan(self, config: Config, machine: LocalMachine) -> LaunchPlan:
-        rank, count, host, port = _read_node_variables(machine.env)
+        rank, total, host, port = _read_node_variables(machine.env)
+        count = total - config.launch.spares
         procs = count_local_processes(config, machine.visible_devices)
         hosts = [machine.host if node == rank else f"node {node}" for node in range(count)]
         return LaunchPlan(
@@ -55,7 +56,7 @@ class EnvLauncher(Launcher):
             make_thread_variables(config, procs, machine.env)
             | make_network_variables(config, host, machine.env),
             (
-                f"meet the other {count - 1} node{'s' * (count != 2)} at {host}:{port}"
+                f"meet the other {total - 1} node{'s' * (total != 2)} at {host}:{port}"
                 + (", which this node hosts" if rank == 0 else ""),
                 f"fork {procs} worker{'s' * (procs > 1)} here under torchrun's elastic agent: "
                 + describe_program_or_experiment(config),
@@ -69,11 +70,13 @@ class EnvLauncher(Launcher):
         same start may have set its status a moment ago."""
 
     def start(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> int:
-        rank, count, host, port = _read_node_variables(os.environ)
+        rank, total, host, port = _read_node_variables(os.environ)
+        spares = config.launch.spares
+        count = total - spares
         procs = len(plan.places) // count
         # Before `run_node`: the fork server copies this environment when it starts.
         os.environ |= dict(plan.variables)
-        node = NodeSpec(rank, count, procs, host, port)
+        node = NodeSpec(rank, count, procs, host, port, spares)
         return run_node(self, config, node, partial(_agree_on_run, config, node))
 
 

@@ -42,6 +42,13 @@ class NodeSpec:
     """Where node 0 is."""
     master_port: int = 0
     """0: one that the system chooses."""
+    spares: int = 0
+    """Nodes beyond `node_count`, which run no ranks until one of those is lost."""
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this node waits to take the place of another one."""
+        return self.rank >= self.node_count
 
 
 class RankPlacement(NamedTuple):

@@ -113,6 +113,11 @@ class Run:
         """Mapped by the ranks of a node and by the agent that watches them."""
         return self.folder / f".heartbeat-{node}"
 
+    def get_round_file(self, node: int) -> Path:
+        """Written by the agent of a node for its ranks: who takes part, and which store they
+        use."""
+        return self.folder / f".round-{node}"
+
     @property
     def cancel_file(self) -> Path:
         """Made by whoever cancels the run. A separate file: status.json belongs to the run

@@ -38,7 +38,7 @@ from echelon.gpus import count_visible_gpus
 from echelon.parallel.join_world import join_world, publish_failure_to_agent
 from echelon.parallel.process_group import RankGroup
 from echelon.parallel.round_membership import RoundMembership
-from echelon.parallel.store import PeerFailedError
+from echelon.parallel.store import PeerFailedError, StoreLostError
 from echelon.runs import failure as failures
 from echelon.runs.accounting import account_for_run
 from echelon.runs.create import create_run, find_restarted_run, get_launch_id
@@ -186,8 +186,10 @@ class RankWorker:
         if not isinstance(group.store, dist.PrefixStore) or not self.config.launch.max_replacements:
             return None
         store = group.store.underlying_store
+        assert self.run is not None
         heartbeat, limit_s = self.heartbeat, group.timeout_s
-        return RoundMembership(store, group.world, os.environ, limit_s, heartbeat)
+        file = self.run.get_round_file(group.world.node_rank)
+        return RoundMembership(store, group.world, os.environ, limit_s, heartbeat, file)
 
     def end(self, outcome: ExitCode) -> None:
         """End a training that was not failed by an error: wait for the other ranks and for the last
@@ -299,7 +301,9 @@ class RankWorker:
         if training is None and kept is None:  # the first preparation of all
             raise error
         group.interrupt_process_group()  # so that all leave the round
-        next_group = rounds.wait_for_next_round(group, _NEXT_ROUND_TIMEOUT_S)
+        # A leader that has fallen silent is noticed first, and another one elected.
+        limit_s = _NEXT_ROUND_TIMEOUT_S + 2 * self.config.launch.silence_s
+        next_group = rounds.wait_for_next_round(group, limit_s)
         if next_group is None:
             raise error
         if isinstance(training, Training):
@@ -616,7 +620,7 @@ def _is_regroup_reason(error: BaseException) -> bool:
     if isinstance(error, PeerFailedError):
         return error.failure.summary == SUPERSEDED_ROUND
     is_of_group = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
-    return isinstance(error, RegroupRequested) or is_of_group
+    return isinstance(error, RegroupRequested | StoreLostError) or is_of_group
 
 
 def _is_connection_error(error: BaseException) -> bool:

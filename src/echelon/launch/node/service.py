@@ -6,24 +6,29 @@ and `slurm` through `echelon node`.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from echelon.config.schema import Config
-from echelon.errors import ExitCode
+from echelon.errors import EchelonError, ExitCode
 from echelon.gpus import count_visible_gpus
 from echelon.launch.launcher import Launcher
 from echelon.launch.node.fork_server import ForkServer
-from echelon.launch.node.lifeline import Lifeline, LifelineClient, LifelineServer
+from echelon.launch.node.lifeline import Lifeline
+from echelon.launch.node.membership import Member
 from echelon.launch.plan import NodeSpec, make_program_words
 from echelon.runs import failure as failures
 from echelon.runs.failure import Failure
 from echelon.runs.history import record_start, record_stop, record_training
 from echelon.runs.run_folder import Run
 from echelon.runs.submitted_run import get_submitted_run
-from echelon.runs.writer import release_run_folder, start_writer_beats
+from echelon.runs.writer import claim_run_folder, release_run_folder, start_writer_beats
 from echelon.tracking.summary import format_rows
 from echelon.utils.imports import pause_garbage_collection
 
@@ -36,6 +41,10 @@ EXPERIMENT_ENTRYPOINT = "echelon.train.worker:run_worker"
 PROGRAM_ENTRYPOINT = "echelon.launch.node.program:exec_program"
 _PRELOADED_MODULES = ("torch", "torch._dynamo", "echelon.train.worker", "echelon.recipes")
 """DDP and torch's optimizers import torch._dynamo on first use, in every process."""
+
+_TAKEOVER_LIMIT_S = 10.0
+"""How long a node that was cut off waits for a sign that the others go on without it."""
+_CLAIM_INTERVAL_S = 1.0
 
 ResolveRun: TypeAlias = "Callable[[dist.Store, Callable[[str], str]], Run]"
 """From the store, and a function that waits for what node 0 puts there, to the run's folder."""
@@ -53,12 +62,14 @@ def run_node(
     resolve_run: ResolveRun,
     on_port: Callable[[int], None] | None = None,
     report_failure: Callable[[Failure], None] = print_failure,
+    record_exit: Callable[[int], None] = lambda code: None,
 ) -> int:
     """Start this node's workers and watch them to the end; returns the exit code of the run.
 
     `launcher` is the one that the configuration names. `resolve_run` returns the folder of the run
     once the store is open. `on_port` is called with the port of the store. `report_failure` shows
-    the first failure of the world, on node 0.
+    the first failure of the world, on the node that leads, and `record_exit` is called there with
+    the exit code.
     """
     with pause_garbage_collection():
         import torch  # noqa: F401  once: what is forked from here shares it
@@ -67,10 +78,20 @@ def run_node(
     # From here on threads may start; the fork server imports the rest at the same time.
     from echelon.launch.node.rendezvous import host_or_join_store
 
-    store = host_or_join_store(node, config.launch.join_timeout_s)
-    if on_port is not None:
-        on_port(store.port)
-    return _NodeService(launcher, config, node, report_failure, store).run(fork_server, resolve_run)
+    code, service = int(ExitCode.FAILED), None
+    try:
+        store = host_or_join_store(node, config.launch.join_timeout_s)
+        if on_port is not None:
+            on_port(store.port)
+        service = _NodeService(launcher, config, node, report_failure, store, on_port)
+        code = service.run(fork_server, resolve_run)
+    except EchelonError as error:
+        code = error.exit
+        raise
+    finally:
+        if service.leads if service is not None else node.rank == 0:
+            record_exit(code)
+    return code
 
 
 class _NodeService:
@@ -83,6 +104,7 @@ class _NodeService:
         node: NodeSpec,
         report_failure: Callable[[Failure], None],
         store: dist.TCPStore,
+        on_port: Callable[[int], None] | None,
     ) -> None:
         from echelon.launch.node.rendezvous import FixedRendezvous
 
@@ -92,11 +114,20 @@ class _NodeService:
             report_failure,
             store,
         )
-        self._launcher = launcher
-        self._lifeline = Lifeline()
+        self._launcher, self._on_port = launcher, on_port
+        self._lifeline = Lifeline(_make_member(node, store))
+        self._lifeline.is_leader = node.rank == 0
+        self._standby_store: dist.TCPStore | None = None
+        """What the world uses, should this node lead."""
         self._rendezvous = FixedRendezvous(store, config.run.name or "echelon", node, config.launch)
         self._rendezvous.raise_if_failed = self._raise_if_failed
         self._run: Run | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node speaks for the run: it leads, and is not the smaller side of a cut
+        network."""
+        return self._lifeline.is_leader and not self._lifeline.is_isolated
 
     def run(self, fork_server: ForkServer, resolve_run: ResolveRun) -> int:
         """Run the agent to its end; returns the exit code of the run.
@@ -110,14 +141,19 @@ class _NodeService:
                 release_run_folder(self._run)
 
     def _run_agent(self, fork_server: ForkServer, resolve_run: ResolveRun) -> int:
+        from echelon.launch.node.agent import SpareReleased
+
         try:
-            self._lifeline = _open_lifeline(self._store, self._node, self._exit_without_node_0)
+            self._open_lifeline()
             run = self._run = resolve_run(self._store, self._rendezvous.wait_for_key)
             self._record_start(run)
             agent = self._make_agent(run, fork_server)
             result = agent.run()
         except _WorldFailed as verdict:
             return self._finish_with_failure(verdict.failure)
+        except SpareReleased as end:
+            self._lifeline.leave()
+            return end.code
         except Exception as error:  # a full disk, a store that went away: the other nodes must know
             first_rank = self._node.rank * self._node.procs
             failure = failures.make_failure_from_exception(error, first_rank, None)
@@ -128,14 +164,16 @@ class _NodeService:
             if self._node.rank == 0 and agent.is_rank_killed(0):
                 _print_wandb_hints(run)
             return code
-        self._lifeline.leave()
         code = int(max(result.return_values.values()))
+        self._lifeline.announce_over(code)
+        self._lifeline.leave()
         self._record_program_end(run, "finished" if code == ExitCode.OK else "preempted")
         return code
 
     def _make_agent(self, run: Run, fork_server: ForkServer) -> NodeAgent:
         """Return the agent, once this node has compared itself with node 0."""
         from echelon.launch.node.agent import NodeAgent, NodeJob, make_worker_spec
+        from echelon.launch.node.rank_replacement import ReplacementLimits
         from echelon.launch.node.rendezvous import compare_with_node_0
 
         config, node = self._config, self._node
@@ -150,12 +188,14 @@ class _NodeService:
             node,
             entry,
             config.launch.hang_s,
-            config.launch.max_replacements,
+            ReplacementLimits(config.launch.max_replacements, config.launch.min_nodes or 1),
             program,
             config.mode == "plain",
         )
         spec = make_worker_spec(self._rendezvous, node.procs, restarts)
-        agent = NodeAgent(spec, self._store, fork_server, self._lifeline, job)
+        agent = NodeAgent(
+            spec, self._store, fork_server, self._lifeline, job, self._standby_store, self._lead
+        )
         agent.install_signal_handlers()
         return agent
 
@@ -169,6 +209,7 @@ class _NodeService:
         world_size = node.node_count * node.procs
         if node.rank != 0:
             return
+        run.update_status(membership=None)
         if not self._config.program and run == get_submitted_run(os.environ):
             run.update_status(world=world_size)
         else:
@@ -207,9 +248,10 @@ class _NodeService:
 
     def _finish_with_failure(self, failure: Failure) -> int:
         """Record and report a failure; returns the exit code. The whole story is printed once, by
-        node 0."""
-        if self._node.rank == 0:
-            self._record_failure(failure)
+        the node that leads."""
+        if self._lifeline.is_leader:
+            self._record_unless_others_go_on(failure)
+            self._lifeline.announce_over(failure.exit)
             self._lifeline.leave()
             self._report_failure(failure)
         else:
@@ -217,12 +259,66 @@ class _NodeService:
             print(f"stopped: rank {failure.rank} on {failure.host} failed", file=sys.stderr)
         return failure.exit
 
-    def _exit_without_node_0(self, failure: Failure) -> None:
-        """End this process when node 0 is lost. There is nothing to continue with, and the main
-        thread may be waiting for node 0; the workers end with this process."""
-        self._record_failure(failure)
+    def _exit_without_others(self, failure: Failure) -> None:
+        """End this process when the others are lost. There is nothing to continue with, and the
+        main thread may be waiting for them; the workers end with this process."""
+        self._record_unless_others_go_on(failure)
         self._report_failure(failure)
         os._exit(failure.exit)
+
+    def _record_unless_others_go_on(self, failure: Failure) -> None:
+        """Write the failure into the status. The smaller side of a cut network first waits for a
+        sign of the other one: where that goes on, the run has not failed."""
+        if self._lifeline.is_isolated and self._run is not None:
+            deadline = time.monotonic() + _TAKEOVER_LIMIT_S
+            while time.monotonic() < deadline:
+                written = self._run.read_status_file().get("membership") or {}
+                if written.get("epoch", -1) > self._lifeline.committed_epoch:
+                    return
+                time.sleep(0.2)
+        self._record_failure(failure)
+
+    # --- the nodes of the world ---
+
+    def _open_lifeline(self) -> None:
+        """Connect to the other nodes, by what node 0 has put into the store; see `lifeline.py`."""
+        node, launch = self._node, self._config.launch
+        if node.node_count + node.spares == 1:
+            return
+        from echelon.launch.node.rendezvous import find_listening_address
+
+        self._lifeline = lifeline = Lifeline(_make_member(node, self._store), launch.silence_s)
+        if node.rank == 0:
+            address = find_listening_address(node)
+            self._store.set("lifeline", lifeline.open_as_leader(address, node.master_host))
+            return
+        lifeline.is_leader = False
+        key = self._store.get("lifeline").decode()
+        may_lead = not self._config.program and launch.max_replacements > 0
+        host_store = self._host_standby_store if may_lead else lambda address: ""
+        lifeline.open_as_follower(node.master_host, key, self._exit_without_others, host_store)
+
+    def _host_standby_store(self, address: str) -> str:
+        from echelon.launch.node.rendezvous import host_standby_store
+
+        self._standby_store = host_standby_store(address)
+        return f"{address}:{self._standby_store.port}"
+
+    def _lead(self) -> None:
+        """Do what node 0 did until now: hold the folder of the run, and say where it leads."""
+        threading.Thread(target=self._claim_folder, daemon=True, name="claim").start()
+        if self._on_port is not None and self._standby_store is not None:
+            self._on_port(self._standby_store.port)
+
+    def _claim_folder(self) -> None:
+        """Become the writer of the run's folder, once the leader before has let go of it."""
+        assert self._run is not None
+        while True:
+            with contextlib.suppress(EchelonError):
+                claim_run_folder(self._run, shares_with_command=self._launcher.command_holds_folder)
+                start_writer_beats(self._run)
+                return
+            time.sleep(_CLAIM_INTERVAL_S)
 
     def _record_failure(self, failure: Failure) -> None:
         """Write the failure into the status, once it is known which run this is.
@@ -294,17 +390,8 @@ class _WorldFailed(Exception):
         self.failure = failure
 
 
-def _open_lifeline(
-    store: dist.TCPStore, node: NodeSpec, on_lost: Callable[[Failure], None]
-) -> Lifeline:
-    """Return the connection by which the nodes learn of each other's failures; see
-    `lifeline.py`."""
-    if node.node_count == 1:
-        return Lifeline()
-    from echelon.launch.node.rendezvous import find_listening_address
-
-    if node.rank == 0:
-        hub = LifelineServer(find_listening_address(node), node.node_count)
-        store.set("lifeline", hub.key)
-        return hub
-    return LifelineClient(node.master_host, store.get("lifeline").decode(), node.rank, on_lost)
+def _make_member(node: NodeSpec, store: dist.TCPStore) -> Member:
+    """Return this node as the others know it."""
+    place = -1 if node.is_spare else node.rank
+    address = f"{node.master_host}:{store.port}" if node.rank == 0 else ""
+    return Member(node.rank, socket.gethostname(), node.procs, store=address, place=place)
