@@ -89,3 +89,87 @@ def test_a_killed_node_is_survived_by_the_others(
     assert "going on with 2 processes" in command_line.recent_output()
     require_same_curve(command_line.run(), clean_run)
     command_line.require_nothing_left()
+
+
+@pytest.mark.parametrize("node", [1, 0])
+def test_a_node_that_is_cut_off_ends_itself_and_the_others_go_on(
+    node: int, command_line: CommandLine, clean_run: Run
+) -> None:
+    """Nobody closes a connection. Both sides see the same folder, which is worse than in life."""
+    world = start_world(command_line)
+    host = command_line.cluster.nodes[node]
+    command_line.cluster.link(host, "down")
+    measure_next_step(command_line, f"node {node} cut off")
+    codes = wait_for_ends(world)
+    assert codes.pop(node) == ExitCode.NODE_LOST
+    assert codes == [ExitCode.OK] * 2, command_line.recent_output()
+    others = [w.read_output() for w in world]
+    alone = others.pop(node)
+    assert "nodes are no majority, so this side ends" in alone
+    assert any(
+        f"lost node {node} ({host}, rank {node}) has sent nothing for 5 s" in o for o in others
+    )
+    require_same_curve(command_line.run(), clean_run)
+    command_line.require_nothing_left()
+
+
+@pytest.mark.parametrize("node", [1, 0])
+def test_a_spare_takes_the_place_of_a_lost_node(
+    node: int, command_line: CommandLine, clean_run: Run
+) -> None:
+    """Two nodes train, with a majority that the spare makes complete where node 0 is lost."""
+    world = start_world(command_line, "launch.spares=1")
+    hosts = command_line.cluster.nodes
+    os.kill(command_line.agent(hosts[node]), signal.SIGKILL)
+    began = time.monotonic()
+    back = f"rank {node} replaced: 2 processes"
+    until(lambda: back in command_line.recent_output(), START_S, "all are back")
+    print(f"node {node} of 2 killed, with a spare → full world: {time.monotonic() - began:.2f} s")
+    assert f"{hosts[2]} takes over rank {node}" in command_line.recent_output()
+    codes = wait_for_ends(world)
+    assert codes.pop(node) == -signal.SIGKILL
+    assert codes == [ExitCode.OK] * 2, command_line.recent_output()
+    require_same_curve(command_line.run(), clean_run)
+    command_line.require_nothing_left()
+
+
+def test_a_spare_that_is_not_needed_ends_with_the_run(
+    command_line: CommandLine, clean_run: Run
+) -> None:
+    world = start_world(command_line, "launch.spares=1", "pause_s=0")
+    assert wait_for_ends(world) == [ExitCode.OK] * 3
+    require_same_curve(command_line.run(), clean_run)
+    command_line.require_nothing_left()
+
+
+def test_below_min_nodes_the_run_is_saved_and_ends_as_preempted(command_line: CommandLine) -> None:
+    world = start_world(command_line, "launch.min_nodes=3")
+    os.kill(command_line.agent(command_line.cluster.nodes[2]), signal.SIGKILL)
+    codes = wait_for_ends(world)
+    assert codes[:2] == [ExitCode.PREEMPTED] * 2, command_line.recent_output()
+    assert "2 nodes are left, and launch.min_nodes=3" in world[0].read_output()
+    run = command_line.run()
+    assert run.read_status_file()["state"] == "preempted"
+    assert run.find_newest_step() == command_line.step()  # saved where it ended
+    command_line.require_nothing_left()
+
+
+def test_of_two_nodes_only_the_side_of_the_leader_goes_on(
+    command_line: CommandLine, clean_run: Run
+) -> None:
+    world = start_world(command_line, nodes=2)
+    command_line.cluster.link(command_line.cluster.nodes[1], "down")
+    assert wait_for_ends(world) == [ExitCode.OK, ExitCode.NODE_LOST], command_line.recent_output()
+    require_same_curve(command_line.run(), clean_run)
+    command_line.require_nothing_left()
+
+
+def test_without_node_0_one_of_two_nodes_ends(command_line: CommandLine) -> None:
+    """It cannot know whether node 0 goes on. Since that does not, the run has failed."""
+    world = start_world(command_line, nodes=2)
+    os.kill(command_line.agent(command_line.cluster.nodes[0]), signal.SIGKILL)
+    assert wait_for_ends(world)[1] == ExitCode.NODE_LOST
+    failure = command_line.run().read_status_file()["failure"]
+    assert failure["exit"] == ExitCode.NODE_LOST
+    assert command_line.run().read_status_file()["state"] == "failed"
+    command_line.require_nothing_left()
