@@ -19,6 +19,7 @@ from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.runs.create import assign_numbered_names, create_run
 from echelon.runs.run_folder import Run
 from echelon.runs.submitted_run import place_beside_submitted_run
+from echelon.utils.streams import use_tolerant_streams
 
 if TYPE_CHECKING:
     from echelon.config.compose import UserExperiment
@@ -128,8 +129,9 @@ def start_run(
     services = _make_launch_services()
     launcher.check(config, plan, services)
     # 4. The run, or its job; and what to do until that is over.
-    code = launcher.start(config, plan, services)
-    return launcher.follow(config, code, wait, services)
+    with use_tolerant_streams():
+        code = launcher.start(config, plan, services)
+        return launcher.follow(config, code, wait, services)
 
 
 def check_run_in_process(config: Config) -> Config:

@@ -18,9 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-HELPERS = Path(__file__).resolve().parents[1] / "helpers"
-EXPERIMENT = HELPERS / "faulty_experiment.py"
-_TOLERANCE = 1e-4
+import report
+from command_runner import workers
+from curve_comparison import compare_curves
+
+EXPERIMENT = report.ROOT / "tests" / "helpers" / "faulty_experiment.py"
 _STANDSTILL_S = 120.0
 
 
@@ -35,19 +37,21 @@ def main() -> None:
     args = parser.parse_args()
     epochs = args.epochs or max(20, int(args.kills * args.pause_s * 6))
     with tempfile.TemporaryDirectory() as folder:
-        clean = _train(Path(folder) / "clean", args.procs, epochs)
+        clean_folder, disturbed_folder = Path(folder) / "clean", Path(folder) / "disturbed"
+        clean = _train(clean_folder, args.procs, epochs)
         if clean.wait() != 0:
             sys.exit("the undisturbed run failed")
-        disturbed = _train(Path(folder) / "disturbed", args.procs, epochs)
-        metrics = Path(folder) / "disturbed" / "runs" / "r" / "metrics.jsonl"
+        disturbed = _train(disturbed_folder, args.procs, epochs)
+        metrics = disturbed_folder / "runs" / "r" / "metrics.jsonl"
         while disturbed.poll() is None and not metrics.exists():
             time.sleep(0.05)  # a rank that is lost before the first step is not replaced
         killed = _kill_ranks(disturbed, metrics, args, random.Random(args.seed))
         code = disturbed.wait()
-        result = _compare(Path(folder), code) | {"kills": killed, "procs": args.procs}
+        compared = compare_curves(clean_folder, disturbed_folder, code)
+    result = compared | {"kills": killed, "procs": args.procs}
     print(json.dumps(result, indent=2).replace("\\n", "\n"))
     if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        report.write(args.json, result)
     sys.exit(0 if result["bad"] == 0 else 1)
 
 
@@ -71,9 +75,9 @@ def _kill_ranks(
         if killed_since == args.procs - 1:
             _wait_for_all(run, metrics, args.procs)
             killed_since = 0
-        workers = _list_workers(run.pid)
-        if len(workers) > 1:
-            os.kill(chance.choice(workers), signal.SIGKILL)
+        living = workers(run.pid)
+        if len(living) > 1:
+            os.kill(chance.choice(living), signal.SIGKILL)
             killed, killed_since = killed + 1, killed_since + 1
     while run.poll() is None:
         _wait_for_all(run, metrics, 0)
@@ -92,7 +96,7 @@ def _wait_for_all(run: subprocess.Popen[bytes], metrics: Path, procs: int) -> No
         if lines is not None and now > lines + 8:  # by then all have the state
             return
         if time.monotonic() > deadline:
-            for worker in _list_workers(run.pid):
+            for worker in workers(run.pid):
                 os.kill(worker, signal.SIGQUIT)
             time.sleep(2)
             for file in sorted(metrics.parent.glob("logs/*.stack")):
@@ -100,45 +104,6 @@ def _wait_for_all(run: subprocess.Popen[bytes], metrics: Path, procs: int) -> No
             run.kill()
             sys.exit(f"the run stands still:\n{output.read_text()[-2000:]}")
         time.sleep(0.1)
-
-
-def _list_workers(agent: int) -> list[int]:
-    return [worker for fork_server in _children(agent) for worker in _children(fork_server)]
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def _compare(folder: Path, code: int) -> dict[str, Any]:
-    clean, disturbed = (_read(folder / name) for name in ("clean", "disturbed"))
-    differences = [
-        f"{key}: {disturbed.get(key)} beside {clean.get(key)}"
-        for key in sorted(clean.keys() | disturbed.keys())
-        if not _is_close(clean.get(key), disturbed.get(key))
-    ]
-    if code:
-        differences.insert(0, (folder / "disturbed" / "output").read_text()[-6000:])
-    return {"exit": code, "lines": len(clean), "bad": len(differences), "first": differences[:5]}
-
-
-def _read(folder: Path) -> dict[str, float]:
-    """Return every number of the metrics by its step and name; one that stands twice is bad."""
-    numbers: dict[str, float] = {}
-    for text in (folder / "runs" / "r" / "metrics.jsonl").read_text().splitlines():
-        line = json.loads(text)
-        for name in ("loss", "eval_loss"):
-            if name in line:
-                key = f"{name} at {line['step']:06d}"
-                numbers[key] = float("nan") if key in numbers else line[name]
-    return numbers
-
-
-def _is_close(a: float | None, b: float | None) -> bool:
-    return a is not None and b is not None and abs(a - b) <= _TOLERANCE * max(1e-3, abs(a))
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def test_a_job_looks_at_its_own_nodes_first(command_line: CommandLine) -> None:
     assert command_line.cluster.on(first, *make).returncode == 0
     try:
         command_line.cluster.on(first, "ip", "link", "set", "fast0", "up")
-        nodes = f"launch.sbatch=['--nodelist={','.join(command_line.cluster.nodes[:2])}']"
+        nodes = command_line.first_two_nodes
         train = ("train", *launch, nodes, "launch.preflight=true", "run.name=a", "--wait")
         done = command_line.type(*train)
     finally:

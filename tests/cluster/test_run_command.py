@@ -47,8 +47,8 @@ def test_a_plain_torch_script_on_two_nodes_starts_again_after_a_failure(
     command_line: CommandLine,
 ) -> None:
     (command_line.folder / "plain.py").write_text(TORCH)
-    more = ("launch.procs=2", "launch.max_restarts=1", "--", sys.executable, "plain.py")
-    done = command_line.type("run", *SLURM, *more)
+    more = (command_line.first_two_nodes, "launch.procs=2", "launch.max_restarts=1")
+    done = command_line.type("run", *SLURM, *more, "--", sys.executable, "plain.py")
     assert done.code == ExitCode.OK, done.out
     assert done.left == []
     nodes = [node for node in command_line.cluster.nodes[:2] for _ in range(2)]

@@ -242,7 +242,8 @@ def test_a_sweep_of_wandbs_on_two_nodes(command_line: CommandLine) -> None:
     with serving(address=command_line.address) as server:
         server.sweep.config = "method: grid\nprogram: trial.py\nparameters: {}\n"
         server.sweep.trials = [{"lr": 0.1}]
-        words = ("--configs", "sweep.txt", "--name", "a", "launch.nodes=2", "--wait")
+        job = ("--configs", "sweep.txt", "--name", "a", "launch.nodes=2", "--wait")
+        words = (*job, command_line.first_two_nodes)
         variables: dict[str, Any] = {
             "WANDB_BASE_URL": server.url,
             "WANDB_API_KEY": "a" * 40,

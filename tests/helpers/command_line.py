@@ -81,6 +81,12 @@ class CommandLine:
         """Of this machine, as the hosts reach it."""
         return self.cluster.addresses[self.cluster.nodes[0]].rpartition(".")[0] + ".1"
 
+    @property
+    def first_two_nodes(self) -> str:
+        """The setting with which a job waits for them. Otherwise Slurm may give it others, while
+        one of them still ends the job before."""
+        return f"launch.sbatch=['--nodelist={','.join(self.cluster.nodes[:2])}']"
+
     # --- runs ---
 
     def run(self, name: str = "a") -> Run:

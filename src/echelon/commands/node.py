@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 from echelon.commands.arguments import make_parser
+from echelon.utils.streams import use_tolerant_streams
 
 
 def node(words: list[str]) -> int:
@@ -29,4 +30,5 @@ def node(words: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # it waits until the agent listens
     from echelon.launch.node.join import join_run
 
-    return join_run(given.run, given.nodes, lambda: given.master, given.node_rank, given.procs)
+    with use_tolerant_streams():
+        return join_run(given.run, given.nodes, lambda: given.master, given.node_rank, given.procs)

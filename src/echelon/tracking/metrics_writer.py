@@ -27,6 +27,10 @@ _SUMMARY_INTERVAL_S = 5.0
 """Between two writings of summary.json. Readers add what came later by themselves."""
 
 
+_UNWRITTEN_BYTES = 1 << 20
+"""So much waits in memory while the disk is full: some thousand lines."""
+
+
 class MetricsFile:
     """Appends lines to metrics.jsonl, and keeps summary.json for lists. A run that resumes from a
     step removes the lines after that step first, because the training will write them again. So it
@@ -40,7 +44,7 @@ class MetricsFile:
         path = run.metrics_file
         if path.exists():
             self._truncate_after(path, resumed_step, is_evaluation_left)
-        self._file: IO[bytes] = path.open("ab")
+        self._file: IO[bytes] = path.open("ab", buffering=_UNWRITTEN_BYTES)
         self._write_summary()
 
     def read_past_lines(self) -> list[MetricsLine]:
@@ -48,7 +52,8 @@ class MetricsFile:
         return read_metrics(self._run.metrics_file)
 
     def log(self, line: MetricsLine) -> None:
-        """Append a line, which readers see at once. A line that cannot be written is dropped."""
+        """Append a line, which readers see at once. While the disk is full lines wait in memory,
+        and those that do not fit there are dropped."""
         text = _encode_line(line)
         try:
             self._file.write(text)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import io
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TextIO
+
+from echelon.utils.streams import TolerantStream
 
 
 class OutputTee:
@@ -43,12 +43,12 @@ class OutputTee:
             self._log = None
 
 
-class _TeeStream(io.TextIOBase):
+class _TeeStream(TolerantStream):
     """A text stream that writes to the screen and to a log. Neither may end a training by
     failing."""
 
     def __init__(self, screen: TextIO, log: IO[str]) -> None:
-        self.screen = screen
+        super().__init__(screen)
         self.log = log
         self.show_line: Callable[[str], None] | None = None
         self._partial_line = ""
@@ -56,38 +56,12 @@ class _TeeStream(io.TextIOBase):
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):  # a full disk must not end a training
             self.log.write(text)
-        try:
-            self._write_to_screen(text)
-        except OSError:  # nor must a reader that has left: `… | head`, a closed terminal
-            _redirect_to_null(self.screen)
-        return len(text)
-
-    def _write_to_screen(self, text: str) -> None:
         if self.show_line is None:
-            self.screen.write(text)
-            return
+            return super().write(text)
         *lines, self._partial_line = (self._partial_line + text).split("\n")
-        for line in lines:
-            self.show_line(line)
-
-    def flush(self) -> None:
         try:
-            self.screen.flush()
-        except OSError:
-            _redirect_to_null(self.screen)
-
-    def isatty(self) -> bool:
-        return self.screen.isatty()
-
-    def fileno(self) -> int:
-        return self.screen.fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self.screen.encoding
-
-
-def _redirect_to_null(stream: TextIO) -> None:
-    """Redirects a stream to /dev/null, including what is still in its buffer."""
-    with contextlib.suppress(OSError), open(os.devnull, "w", encoding="utf-8") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())
+            for line in lines:
+                self.show_line(line)
+        except OSError as error:
+            self._handle_error(error)
+        return len(text)

@@ -71,6 +71,7 @@ from echelon.train.session_engine import SessionEngine
 from echelon.train.stack_answers import answer_stack_requests
 from echelon.train.step_boundary import RegroupRequested, TrainingStopped
 from echelon.train.stop_signals import StopSignals
+from echelon.utils.streams import use_tolerant_streams
 from echelon.world import World, detect
 
 _NEXT_ROUND_TIMEOUT_S = 20.0
@@ -87,7 +88,8 @@ def run_worker(folder: str) -> NoReturn:
     """Runs a rank that an agent started. It is given the run folder and nothing else; never
     returns."""
     run = Run(Path(folder))
-    exit_process(RankWorker(run.read_config(), has_agent=True).run_rank(lambda group: run))
+    with use_tolerant_streams():
+        exit_process(RankWorker(run.read_config(), has_agent=True).run_rank(lambda group: run))
 
 
 def train_in_process(config: Config) -> int:

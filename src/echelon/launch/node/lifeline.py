@@ -13,7 +13,6 @@ that still lives leads, if a majority of the nodes connects to it and accepts.
 from __future__ import annotations
 
 import math
-import secrets
 import socket
 import threading
 import time
@@ -22,9 +21,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-from echelon.errors import ExitCode
-from echelon.launch.node.lifeline_sockets import LeaderConnection, Message, NodeServer
+from echelon.errors import EchelonError, ExitCode
+from echelon.launch.node.lifeline_sockets import LeaderConnection, NodeServer
 from echelon.launch.node.membership import Member, Membership
+from echelon.launch.node.message_channel import Message
 from echelon.runs.failure import Failure
 from echelon.world.rounds import Round
 
@@ -33,6 +33,8 @@ SILENCE_LIMIT_S = 14.0
 _AGREE_TIMEOUT_S = 3.0
 _LEAVE_TIMEOUT_S = 5.0
 _ACCEPT_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 1.5
+"""For a node that may lead: it listens already, or is lost as well."""
 _ELECTION_SLACK_S = 8.0
 """Nodes notice the loss of a leader at different times, by a heartbeat and by their load."""
 _LATE_NODES_S = 3.0
@@ -144,7 +146,8 @@ class Lifeline:
         self._silence_s = silence_s
         self._server: NodeServer | None = None
         self._leader: LeaderConnection | None = None
-        self._secret = ""
+        self._key = b""
+        self._nodes = 1
         self._on_ended: Callable[[Failure], None] = lambda failure: None
         self._lock = threading.RLock()
         self._is_over = False
@@ -181,42 +184,44 @@ class Lifeline:
 
     # --- opening ---
 
-    def open_as_leader(self, listening_address: str, host: str) -> str:
-        """Listen for the other nodes, which reach this one at `host`; returns what they need to
-        connect: port and secret."""
-        self._secret = secrets.token_hex(16)
+    def open_as_leader(self, listening_address: str, host: str, key: bytes, nodes: int) -> int:
+        """Listen for the other nodes, which reach this one at `host` and have the same key; returns
+        the port. `nodes` is how many may come."""
+        self._key, self._nodes = key, nodes
         server = self._open_server(listening_address)
         self.own = replace(self.own, lifeline=f"{host}:{server.port}")
         self.membership = replace(self.membership, members={self.own.node: self.own})
         self._committed = self.membership
-        return f"{server.port} {self._secret}"
+        return server.port
 
     def open_as_follower(
         self,
-        host: str,
-        key: str,
+        address: str,
+        key: bytes,
+        nodes: int,
         on_ended: Callable[[Failure], None],
         host_store: Callable[[str], str] = lambda address: "",
     ) -> None:
-        """Connect to the leader at `host`, with the key that it gave.
+        """Connect to the leader at HOST:PORT.
 
         `on_ended` is called from a thread when this node has lost the others: the agent may be
         waiting for an answer that never comes. `host_store` opens the store that the world uses
         should this node lead, at an address of this machine, and returns HOST:PORT of it.
         """
-        self._on_ended, self.is_leader = on_ended, False
-        port, _, self._secret = key.partition(" ")
+        self._key, self._nodes, self._on_ended = key, nodes, on_ended
+        self.is_leader = False
         self.membership = self._committed = Membership(-1, -1)
-        self._leader = self._open_connection(f"{host}:{port}")
-        address = self._leader.own_address
-        server = self._open_server(address)
-        self.own = replace(self.own, lifeline=f"{address}:{server.port}", store=host_store(address))
-        self._leader.start(**self._make_introduction())
+        self._leader = self._open_connection(address, self._silence_s)
+        own = self._leader.own_address
+        server = self._open_server(own)
+        self.own = replace(self.own, lifeline=f"{own}:{server.port}", store=host_store(own))
+        self._leader.start(self.own.node, **self._make_introduction())
 
     def _open_server(self, address: str) -> NodeServer:
         self._server = NodeServer(
             address,
-            self._secret,
+            self._key,
+            self._nodes,
             self._silence_s,
             self._handle_from_node,
             self._on_node_lost,
@@ -224,10 +229,11 @@ class Lifeline:
         )
         return self._server
 
-    def _open_connection(self, address: str) -> LeaderConnection:
+    def _open_connection(self, address: str, timeout_s: float) -> LeaderConnection:
         connection = LeaderConnection(
             address,
-            {"key": self._secret, "node": self.own.node},
+            self._key,
+            timeout_s,
             self._silence_s,
             self._make_beat,
             self._handle_from_leader,
@@ -307,6 +313,8 @@ class Lifeline:
         It returns None until every node has reported in this attempt: a rank of a silent node may
         be the one that the others wait for, and another would be blamed.
         """
+        if self._server is None:
+            return _find_hung_rank(self._report.heartbeats or [], hang_s)
         if self.is_leader:
             reports = [self._get_heartbeats(n, attempt) for n in self._list_reporting_nodes()]
             if None in reports:
@@ -455,7 +463,7 @@ class Lifeline:
         # First: a connection that closes from now on is not a lost node.
         self._is_over = True
         if self._leader is not None:
-            self._leader.stop_listening()
+            self._leader.stop_watching()
             self._leader.send({"bye": True})
         elif self._server is not None:
             server = self._server
@@ -466,7 +474,7 @@ class Lifeline:
     def _handle_from_node(self, node: int, message: Message) -> None:
         """Handle a message of a node, on the leader; while this node does not lead, it is one that
         would follow it."""
-        if "key" in message:
+        if "node" in message:
             if not self.is_leader:
                 self._pledges[node] = message
                 return
@@ -605,7 +613,7 @@ class Lifeline:
                 self.end_every_attempt(failure)
             elif before.survives and not self._committed.has_quorum(present):
                 self.is_isolated = True
-                self.end_every_attempt(_explain_isolation(failure, before, len(present)))
+                self.end_every_attempt(_explain_isolation(failure, self._committed, len(present)))
             else:
                 if not is_spare:
                     self._lost_nodes.append(LostNode(member, failure))
@@ -660,10 +668,11 @@ class Lifeline:
     def _try_to_follow(self, candidate: Member) -> bool:
         """Connect to a node and wait until it leads; returns whether it does."""
         try:
-            connection = self._leader = self._open_connection(candidate.lifeline)
-        except OSError:
+            connection = self._open_connection(candidate.lifeline, _CONNECT_TIMEOUT_S)
+        except EchelonError:
             return False
-        connection.start(**self._make_introduction())
+        self._leader = connection
+        connection.start(self.own.node, **self._make_introduction())
         leads = _wait_until(
             lambda: self._leader is not connection or self.membership.leader == candidate.node,
             self._silence_s + _ELECTION_SLACK_S,

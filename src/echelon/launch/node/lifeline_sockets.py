@@ -1,31 +1,33 @@
-"""The sockets under the lifelines: who is connected, and lines of JSON in both directions.
+"""The connections under the lifelines: who is connected, and messages in both directions.
 
-What the messages mean is a matter of `lifeline.py`.
+What the messages mean is a matter of `lifeline.py`; how they are proved to be ours, of
+`message_channel.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import selectors
-import socket
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-Message = dict[str, Any]
+from echelon.launch.node.message_channel import (
+    ChannelClosed,
+    ChannelListener,
+    Message,
+    MessageChannel,
+    connect_channel,
+)
+
 BEAT_INTERVAL_S = 1.0
-_SEND_LOCK = threading.Lock()
 
 
 class _Peer:
     """A node at the other end of a connection."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
+    def __init__(self, channel: MessageChannel) -> None:
+        self.channel = channel
         self.node = -1
-        self.partial_line = b""
         self.last_heard = time.monotonic()
 
 
@@ -37,20 +39,19 @@ class NodeServer:
     def __init__(
         self,
         address: str,
-        secret: str,
+        key: bytes,
+        nodes: int,
         silence_s: float,
         on_message: Callable[[int, Message], None],
         on_lost: Callable[[int, str], None],
         on_tick: Callable[[], None],
     ) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=128)
-        self.port: int = self._listener.getsockname()[1]
-        self._secret, self._silence_s = secret, silence_s
+        self._listener = ChannelListener(address, key, nodes)
+        self.port = self._listener.port
+        self._silence_s = silence_s
         self._on_message, self._on_lost, self._on_tick = on_message, on_lost, on_tick
+        self._connected: dict[MessageChannel, _Peer] = {}
         self._peers: dict[int, _Peer] = {}
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
         threading.Thread(target=self._serve, daemon=True, name="lifeline").start()
 
     @property
@@ -61,12 +62,12 @@ class NodeServer:
     def send(self, node: int, message: Message) -> None:
         """Send a message to one node, if it is connected."""
         if (peer := self._peers.get(node)) is not None:
-            _send_line(peer.connection, message)
+            peer.channel.send(message)
 
     def send_to_all(self, message: Message) -> None:
         """Send a message to every node."""
         for peer in list(self._peers.values()):
-            _send_line(peer.connection, message)
+            peer.channel.send(message)
 
     def drop(self, node: int) -> None:
         """Close the connection to a node."""
@@ -75,48 +76,35 @@ class NodeServer:
 
     def _serve(self) -> None:
         while True:
-            for key, _ in self._selector.select(timeout=BEAT_INTERVAL_S / 4):
-                if key.data is None:
-                    connection, _ = self._listener.accept()
-                    connection.setblocking(False)
-                    self._selector.register(connection, selectors.EVENT_READ, _Peer(connection))
-                else:
-                    self._read_from_peer(key.data)
+            for event in self._listener.poll(BEAT_INTERVAL_S / 4):
+                peer = self._connected.setdefault(event.channel, _Peer(event.channel))
+                self._handle_messages(peer, event.messages)
+                if event.end:
+                    self._lose_peer(peer, event.end)
             for peer in list(self._peers.values()):
                 if time.monotonic() - peer.last_heard > self._silence_s:
                     self._lose_peer(peer, f"has sent nothing for {self._silence_s:g} s")
             self._on_tick()
 
-    def _read_from_peer(self, peer: _Peer) -> None:
-        """Read what a node has sent, line by line."""
-        try:
-            data = peer.connection.recv(1 << 16)
-        except OSError:
-            data = b""
-        if not data:
-            self._lose_peer(peer, "closed its connection")
-            return
-        *lines, peer.partial_line = (peer.partial_line + data).split(b"\n")
-        for line in lines:
+    def _handle_messages(self, peer: _Peer, messages: list[Message]) -> None:
+        for message in messages:
             try:
-                self._handle_line(peer, json.loads(line))
+                self._handle_message(peer, message)
             except (ValueError, KeyError, TypeError, AttributeError):
                 self._lose_peer(peer, "sent something that is not a message of ours")
                 return
 
-    def _handle_line(self, peer: _Peer, message: Message) -> None:
-        """Handle one message of a node. The first one must have the key."""
+    def _handle_message(self, peer: _Peer, message: Message) -> None:
+        """Handle one message of a node. The first one says which node it is."""
         peer.last_heard = time.monotonic()
         if peer.node < 0:
-            if message.get("key") != self._secret:
-                self._drop_peer(peer)  # not one of our nodes
-                return
-            peer.node = message["node"]
-            self.drop(peer.node)  # it has connected again
-            self._peers[peer.node] = peer
+            node = int(message["node"])
+            self.drop(node)  # it has connected again
+            peer.node = node
+            self._peers[node] = peer
         self._on_message(peer.node, message)
-        if peer.node in self._peers:
-            _send_line(peer.connection, {"alive": True})
+        if self._peers.get(peer.node) is peer:
+            peer.channel.send({"alive": True})
 
     def _lose_peer(self, peer: _Peer, how: str) -> None:
         was_connected = self._peers.get(peer.node) is peer
@@ -127,9 +115,8 @@ class NodeServer:
     def _drop_peer(self, peer: _Peer) -> None:
         if self._peers.get(peer.node) is peer:
             del self._peers[peer.node]
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(peer.connection)
-        peer.connection.close()
+        self._connected.pop(peer.channel, None)
+        self._listener.close_channel(peer.channel)
 
 
 class LeaderConnection:
@@ -140,7 +127,8 @@ class LeaderConnection:
     def __init__(
         self,
         address: str,
-        hello: Message,
+        key: bytes,
+        timeout_s: float,
         silence_s: float,
         make_beat: Callable[[], Message],
         on_message: Callable[[Message], None],
@@ -149,33 +137,29 @@ class LeaderConnection:
         host, _, port = address.rpartition(":")
         self._silence_s = silence_s
         self._make_beat, self._on_message, self._on_lost = make_beat, on_message, on_lost
-        self._connection = socket.create_connection((host, int(port)), timeout=silence_s)
-        self._connection.settimeout(BEAT_INTERVAL_S)
-        self.own_address: str = self._connection.getsockname()[0]
-        self._hello = hello
+        self._channel = connect_channel(host, int(port), key, timeout_s)
+        self.own_address: str = self._channel.connection.getsockname()[0]
+        """By which the leader could reach this node."""
         self._is_over = False
         self._lock = threading.Lock()
-
-    def start(self, **more: Any) -> None:
-        """Introduce this node, and begin to read."""
-        self.send(self._hello | more)
         self._last_heard = time.monotonic()
+
+    def start(self, node: int, **introduction: Any) -> None:
+        """Introduce this node, and begin to read."""
+        self.send({"node": node, **introduction})
         for target in (self._read_messages, self._send_beats):
             threading.Thread(target=target, daemon=True, name="lifeline").start()
 
     def send(self, message: Message) -> None:
-        _send_line(self._connection, message)
+        self._channel.send(message)
 
     def close(self) -> None:
         """Close the connection, without a call of `on_lost`."""
-        with self._lock:
-            self._is_over = True
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
+        self.stop_watching()
+        self._channel.close()
 
-    def stop_listening(self) -> None:
-        """Leave the connection open, but take its end for the end of all."""
+    def stop_watching(self) -> None:
+        """Leave the connection open; whatever becomes of it is no matter any more."""
         with self._lock:
             self._is_over = True
 
@@ -187,36 +171,19 @@ class LeaderConnection:
             time.sleep(BEAT_INTERVAL_S)
 
     def _read_messages(self) -> None:
-        text = b""
         while not self._is_over:
             try:
-                data = self._connection.recv(1 << 16)
-            except TimeoutError:
-                continue
-            except OSError:
-                data = b""
-            if not data:
-                self._lose("closed its connection")
+                messages = self._channel.receive()
+            except ChannelClosed as end:
+                self._lose(str(end))
                 return
-            self._last_heard = time.monotonic()
-            *lines, text = (text + data).split(b"\n")
-            for line in lines:
-                self._on_message(json.loads(line))
+            if messages:
+                self._last_heard = time.monotonic()
+            for message in messages:
+                self._on_message(message)
 
     def _lose(self, how: str) -> None:
         with self._lock:
             was_over, self._is_over = self._is_over, True
         if not was_over:
             self._on_lost(how)
-
-
-def _send_line(connection: socket.socket, message: Message) -> None:
-    """Send one message as a whole line, from any thread. If that fails the connection is closed,
-    and whoever reads from it notices."""
-    line = json.dumps(message).encode() + b"\n"
-    with _SEND_LOCK:
-        try:
-            connection.sendall(line)
-        except OSError:  # whoever reads from it notices
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)

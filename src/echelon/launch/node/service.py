@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -288,15 +289,19 @@ class _NodeService:
         from echelon.launch.node.rendezvous import find_listening_address
 
         self._lifeline = lifeline = Lifeline(_make_member(node, self._store), launch.silence_s)
+        nodes = node.node_count + node.spares
         if node.rank == 0:
-            address = find_listening_address(node)
-            self._store.set("lifeline", lifeline.open_as_leader(address, node.master_host))
+            key, address = secrets.token_hex(32), find_listening_address(node)
+            port = lifeline.open_as_leader(address, node.master_host, key.encode(), nodes)
+            self._store.set("lifeline", f"{port} {key}")
             return
         lifeline.is_leader = False
-        key = self._store.get("lifeline").decode()
+        port_text, key = self._store.get("lifeline").decode().split()
+        leader = f"{node.master_host}:{port_text}"
         may_lead = not self._config.program and launch.max_replacements > 0
         host_store = self._host_standby_store if may_lead else lambda address: ""
-        lifeline.open_as_follower(node.master_host, key, self._exit_without_others, host_store)
+        ended = self._exit_without_others
+        lifeline.open_as_follower(leader, key.encode(), nodes, ended, host_store)
 
     def _host_standby_store(self, address: str) -> str:
         from echelon.launch.node.rendezvous import host_standby_store
