@@ -173,3 +173,90 @@ def test_without_node_0_one_of_two_nodes_ends(command_line: CommandLine) -> None
     assert failure["exit"] == ExitCode.NODE_LOST
     assert command_line.run().read_status_file()["state"] == "failed"
     command_line.require_nothing_left()
+
+
+# --- by ssh and by Slurm ---
+
+
+def start_by_ssh(command_line: CommandLine, *words: str) -> RunningCommand:
+    hosts = f"launch.hosts=[{','.join(command_line.cluster.nodes)}]"
+    ssh = f"launch.ssh='ssh -F {command_line.cluster.ssh_config}'"
+    all_words = (hosts, ssh, "launch.procs=1", "launch.threads=1", *SETTINGS, *PACE, *words)
+    started = command_line.start("train", "launch=ssh", *all_words)
+    command_line.wait_for_step(10)
+    return started
+
+
+@pytest.mark.parametrize(("node", "how"), [(0, "killed"), (1, "cut off")])
+def test_a_lost_host_is_survived_by_ssh(
+    node: int, how: str, command_line: CommandLine, clean_run: Run
+) -> None:
+    """It is not tried again in vain: the run ends before the host is back."""
+    started = start_by_ssh(command_line, "missing_pause_s=0.05")
+    host = command_line.cluster.nodes[node]
+    if how == "killed":
+        os.kill(command_line.agent(host), signal.SIGKILL)
+    else:
+        command_line.cluster.link(host, "down")
+    measure_next_step(command_line, f"by ssh, node {node} {how}")
+    done = started.wait()
+    assert done.code == ExitCode.OK, done.err
+    assert f"lost node {node} ({host}, rank {node})" in done.err
+    require_same_curve(command_line.run(), clean_run)
+    command_line.cluster.link(host, "up")
+    command_line.require_nothing_left()
+
+
+@pytest.mark.parametrize("node", [0, 2])
+def test_a_host_that_comes_back_joins_again_by_ssh(
+    node: int, command_line: CommandLine, clean_run: Run
+) -> None:
+    started = start_by_ssh(command_line, "missing_pause_s=0.3")
+    host = command_line.cluster.nodes[node]
+    os.kill(command_line.agent(host), signal.SIGKILL)
+    began = time.monotonic()
+    back = f"rank {node} replaced: 3 processes"
+    until(lambda: back in started.read_output(), START_S, "it is back")
+    print(f"by ssh, agent of node {node} killed → full world: {time.monotonic() - began:.1f} s")
+    assert f"{host} takes over rank {node}" in started.read_output()
+    done = started.wait()
+    assert done.code == ExitCode.OK, done.err
+    require_same_curve(command_line.run(), clean_run)
+    command_line.require_nothing_left()
+
+
+def start_by_slurm(command_line: CommandLine, *words: str) -> tuple[RunningCommand, list[str]]:
+    all_words = ("launch.procs=1", "launch.threads=1", *SETTINGS, *PACE, *words)
+    started = command_line.start("train", "launch=slurm", *all_words, "--wait")
+    command_line.wait_for_step(10)
+    return started, command_line.hosts(command_line.job())
+
+
+def test_a_killed_node_is_replaced_by_a_spare_of_the_job(
+    command_line: CommandLine, clean_run: Run
+) -> None:
+    started, hosts = start_by_slurm(command_line, "launch.nodes=2", "launch.spares=1")
+    job = command_line.job()
+    command_line.cluster.kill_node(hosts[1])
+    measure_next_step(command_line, "by Slurm, node 1 killed")
+    done = started.wait()
+    assert done.code == ExitCode.OK, done.err
+    assert command_line.job() == job
+    log = command_line.run().get_node_log_file(0).read_text()
+    assert f"{hosts[2]} takes over rank 1" in log
+    assert "rank 1 replaced: 2 processes" in log
+    assert len(command_line.run().read_status_file()["starts"]) == 1
+    require_same_curve(command_line.run(), clean_run)
+
+
+def test_a_killed_agent_of_node_0_is_survived_by_the_job(
+    command_line: CommandLine, clean_run: Run
+) -> None:
+    started, hosts = start_by_slurm(command_line, "launch.nodes=3")
+    os.kill(command_line.agent(hosts[0]), signal.SIGKILL)
+    measure_next_step(command_line, "by Slurm, agent of node 0 killed")
+    done = started.wait()
+    assert done.code == ExitCode.OK, done.err
+    assert len(command_line.run().read_status_file()["starts"]) == 1
+    require_same_curve(command_line.run(), clean_run)
+    command_line.require_nothing_left()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.config.schema import Config
+from echelon.config.validate import check_node_counts
 from echelon.errors import EchelonError, Fault
 from echelon.launch.launcher import Launcher, LaunchServices
 from echelon.launch.node.service import make_network_variables, make_thread_variables, run_node
@@ -23,6 +24,7 @@ from echelon.launch.plan import (
     count_local_processes,
     describe_failure_policy,
     describe_idle_devices,
+    describe_node_policy,
     describe_program_or_experiment,
     place_ranks,
 )
@@ -47,6 +49,8 @@ class EnvLauncher(Launcher):
 
     def plan(self, config: Config, machine: LocalMachine) -> LaunchPlan:
         rank, total, host, port = _read_node_variables(machine.env)
+        if faults := [*check_node_counts(config.launch, total)]:
+            raise EchelonError(*faults)
         count = total - config.launch.spares
         procs = count_local_processes(config, machine.visible_devices)
         hosts = [machine.host if node == rank else f"node {node}" for node in range(count)]
@@ -62,6 +66,7 @@ class EnvLauncher(Launcher):
                 + describe_program_or_experiment(config),
                 *describe_idle_devices(config, procs, machine.visible_devices),
                 describe_failure_policy(config, procs * count),
+                *describe_node_policy(config, count),
             ),
         )
 

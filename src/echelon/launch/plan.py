@@ -165,16 +165,38 @@ def describe_idle_devices(config: Config, procs: int, visible_devices: int) -> t
 def describe_failure_policy(config: Config, world_size: int) -> str:
     """Return the step of a plan that says what happens after a failure. Whether an experiment is of
     a kind whose ranks can be replaced is known when it is built."""
-    is_one_model = config.replica.kind == "ddp" and config.replica.devices == 1
-    can_replace = world_size > 1 and not config.program and is_one_model
     first = ""
-    if can_replace and config.launch.max_replacements and config.trainer.mirror is None:
+    if world_size > 1 and may_replace_ranks(config):
         first = "replace a rank that is lost while the others go on, if its experiment has a loss; "
     if not config.launch.max_restarts:
         return f"{first}on a failure end them all and say which rank failed first"
     times = config.launch.max_restarts
     what = "anew" if config.program else "from the newest snapshot"
     return f"{first}on a failure start them again {what}, {times} times at most"
+
+
+def may_replace_ranks(config: Config) -> bool:
+    """Return whether lost ranks and nodes can be replaced, as far as the settings tell."""
+    is_one_model = config.replica.kind == "ddp" and config.replica.devices == 1
+    is_own = not config.program and config.trainer.mirror is None
+    return bool(config.launch.max_replacements) and is_one_model and is_own
+
+
+def describe_node_policy(config: Config, nodes: int) -> tuple[str, ...]:
+    """Return the step of a plan that says what happens when a node is lost."""
+    launch = config.launch
+    if nodes + launch.spares == 1:
+        return ()
+    lost = f"a node that dies, or is silent for {launch.silence_s:g} s"
+    if not may_replace_ranks(config):
+        ends = "ends the run: its ranks cannot be replaced"
+        queued = "; it is queued again" if launch.kind == "slurm" and not config.program else ""
+        return (f"{lost}, {ends}{queued}",)
+    count = launch.spares
+    spare = f"is replaced by one of {count} spare{'s' * (count > 1)}" if count else "is left out"
+    least = launch.min_nodes or 1
+    rest = f"the others go on while a majority is left, and {least} node{'s' * (least > 1)}"
+    return (f"{lost}, {spare}; {rest}",)
 
 
 def describe_program_or_experiment(config: Config) -> str:

@@ -73,6 +73,8 @@ class NodeJob:
     """The words of a program to run instead of the experiment."""
     is_plain: bool = False
     """Whether the program gets no variables of torchrun's (mode=plain)."""
+    report_nodes: Callable[[list[int]], None] = lambda nodes: None
+    """Called on the leader with the nodes that go on, when one is lost or comes back."""
 
     @property
     def shows_rank_0(self) -> bool:
@@ -139,6 +141,7 @@ class NodeAgent(SimpleElasticAgent):
         """Present where lost ranks can be replaced while the others go on."""
         self._lost_ranks: set[int] = set()
         """Local ranks that were reported as lost and have not been started again."""
+        self._reported_nodes: list[int] = []
         self._has_copied_keys = False
         """Whether the standby store has what replacements need."""
         self._hang_failures: dict[int, Failure] = {}
@@ -484,6 +487,7 @@ class NodeAgent(SimpleElasticAgent):
             replacement.report_loss(self._ranks[local_rank], failure)
         done = [self._ranks[r] for r, code in self._exit_codes.items() if code == ExitCode.OK]
         self._prepare_for_lost_nodes(replacement)
+        self._report_changed_nodes()
         newest = replacement.advance(self._lifeline.find_newest_step(), done)
         if newest is not None:
             self._publish_round(newest)
@@ -511,6 +515,14 @@ class NodeAgent(SimpleElasticAgent):
                 _print_over_progress(self._lifeline.stop_reason)
             self._stop_signal = signal.SIGTERM
             self._forward_stop_signal()
+
+    def _report_changed_nodes(self) -> None:
+        """On the leader, say who makes up the world once nodes were lost, and after each change."""
+        known = self._lifeline.committed
+        nodes = sorted(known.members)
+        if self._lifeline.is_leader and known.lost_hosts and nodes != self._reported_nodes:
+            self._reported_nodes = nodes
+            self._job.report_nodes(nodes)
 
     def _publish_round(self, newest: Round) -> None:
         """Tell the ranks of this node of a round. First what it is, then that it is there."""

@@ -35,14 +35,15 @@ def join_run(
     procs: int | None = None,
     on_port: Callable[[int], None] | None = None,
     report_failure: Callable[[Failure], None] = print_failure,
+    report_nodes: Callable[[list[int]], None] = lambda nodes: None,
 ) -> int:
     """Take part in the run of this folder as one of `nodes` nodes, spares included; returns the
     exit code of the run.
 
     `find_master` returns HOST:PORT of node 0, and may wait until that is known. `rank` is the
     number of this node; by default the launcher reads it from the variables. `on_port` is called
-    with the port of node 0's store once it is open, and `report_failure` with the first failure of
-    the world, on node 0.
+    with the port of the leader's store once it is open, `report_failure` with the first failure of
+    the world, and `report_nodes` with the nodes that go on where one is lost, each on the leader.
     """
     run = Run(Path(folder))
     if not run.config_file.exists():
@@ -71,6 +72,7 @@ def join_run(
         on_port,
         report_failure,
         partial(_record_exit_code, run) if launcher.leaves_exit_code else lambda code: None,
+        report_nodes,
     )
 
 

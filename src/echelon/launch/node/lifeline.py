@@ -146,6 +146,8 @@ class Lifeline:
         self._silence_s = silence_s
         self._server: NodeServer | None = None
         self._leader: LeaderConnection | None = None
+        self._leading_member = Member(0, "node 0", place=0)
+        """The leader, as it has introduced itself."""
         self._key = b""
         self._nodes = 1
         self._on_ended: Callable[[Failure], None] = lambda failure: None
@@ -527,6 +529,7 @@ class Lifeline:
         for reported in message["state"]:
             self._handle_from_node(node, reported)
         if self._server is not None:
+            self._server.send(node, {"leader": asdict(self.own)})
             for attempt, known in self._rounds.items():
                 self._server.send(node, {"round": asdict(known), "attempt": attempt})
 
@@ -538,6 +541,8 @@ class Lifeline:
             self._hung_ranks[message["attempt"]] = HungRank(*message["stuck"])
         elif "round" in message:
             self._take_round(message["attempt"], Round.from_fields(message["round"]))
+        elif "leader" in message:
+            self._leading_member = Member.from_fields(message["leader"])
         elif "membership" in message:
             self._follow(Membership.from_fields(message["membership"]))
         elif "assign" in message:
@@ -557,9 +562,9 @@ class Lifeline:
     # --- which nodes make up the world ---
 
     @property
-    def committed_epoch(self) -> int:
-        """The epoch of the newest membership that counts."""
-        return self._committed.epoch
+    def committed(self) -> Membership:
+        """The newest membership that counts."""
+        return self._committed
 
     def _change_membership(self, changed: Membership) -> None:
         """Make a membership the newest one, and send it to all at once."""
@@ -568,9 +573,11 @@ class Lifeline:
         self._send_membership_if_changed()
 
     def _send_membership_if_changed(self) -> None:
-        """Send the membership if it has changed. Joins are sent together, four times a second."""
+        """Send the membership if it has changed. Joins are sent together, four times a second; those
+        of the beginning once all train, since nobody needs them before."""
         with self._lock:
-            if self.is_leader and self._is_unsent:
+            is_needed = self.membership.survives or self._committed.survives
+            if self.is_leader and self._is_unsent and is_needed:
                 self._is_unsent = False
                 self._send_to_all({"membership": self.membership.to_fields()})
                 self._commit_if_accepted()
@@ -637,7 +644,7 @@ class Lifeline:
             before = self.membership
             self.is_electing = before.survives
         if before.leader < 0 or not before.survives:
-            first = before.members.get(before.leader) or Member(0, "node 0", place=0)
+            first = before.members.get(before.leader) or self._leading_member
             self._is_over = True
             self._on_ended(make_node_lost_failure(first, how, self._report.heartbeats or []))
             return

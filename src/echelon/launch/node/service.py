@@ -64,13 +64,14 @@ def run_node(
     on_port: Callable[[int], None] | None = None,
     report_failure: Callable[[Failure], None] = print_failure,
     record_exit: Callable[[int], None] = lambda code: None,
+    report_nodes: Callable[[list[int]], None] = lambda nodes: None,
 ) -> int:
     """Start this node's workers and watch them to the end; returns the exit code of the run.
 
     `launcher` is the one that the configuration names. `resolve_run` returns the folder of the run
     once the store is open. `on_port` is called with the port of the store. `report_failure` shows
-    the first failure of the world, on the node that leads, and `record_exit` is called there with
-    the exit code.
+    the first failure of the world, on the node that leads; there `record_exit` is called with the
+    exit code, and `report_nodes` with the nodes that go on when one is lost or comes back.
     """
     with pause_garbage_collection():
         import torch  # noqa: F401  once: what is forked from here shares it
@@ -82,9 +83,9 @@ def run_node(
     code, service = int(ExitCode.FAILED), None
     try:
         store = host_or_join_store(node, config.launch.join_timeout_s)
-        if on_port is not None:
+        if on_port is not None and node.rank == 0:
             on_port(store.port)
-        service = _NodeService(launcher, config, node, report_failure, store, on_port)
+        service = _NodeService(launcher, config, node, report_failure, store, on_port, report_nodes)
         code = service.run(fork_server, resolve_run)
     except EchelonError as error:
         code = error.exit
@@ -106,6 +107,7 @@ class _NodeService:
         report_failure: Callable[[Failure], None],
         store: dist.TCPStore,
         on_port: Callable[[int], None] | None,
+        report_nodes: Callable[[list[int]], None],
     ) -> None:
         from echelon.launch.node.rendezvous import FixedRendezvous
 
@@ -116,10 +118,13 @@ class _NodeService:
             store,
         )
         self._launcher, self._on_port = launcher, on_port
+        self._report_nodes = report_nodes
         self._lifeline = Lifeline(_make_member(node, store))
         self._lifeline.is_leader = node.rank == 0
         self._standby_store: dist.TCPStore | None = None
         """What the world uses, should this node lead."""
+        self._key = ""
+        """By which agents know each other."""
         self._rendezvous = FixedRendezvous(store, config.run.name or "echelon", node, config.launch)
         self._rendezvous.raise_if_failed = self._raise_if_failed
         self._run: Run | None = None
@@ -156,6 +161,8 @@ class _NodeService:
             self._lifeline.leave()
             return end.code
         except Exception as error:  # a full disk, a store that went away: the other nodes must know
+            if self._node.rank >= self._node.node_count + self._node.spares:
+                raise  # it came later, and is nobody's loss
             first_rank = self._node.rank * self._node.procs
             failure = failures.make_failure_from_exception(error, first_rank, None)
             return self._finish_with_failure(self._lifeline.agree_on_failure(0, failure))
@@ -192,7 +199,9 @@ class _NodeService:
             ReplacementLimits(config.launch.max_replacements, config.launch.min_nodes or 1),
             program,
             config.mode == "plain",
+            self._report_nodes,
         )
+        self._copy_to_standby_store("card/0", "restarts")
         spec = make_worker_spec(self._rendezvous, node.procs, restarts)
         agent = NodeAgent(
             spec, self._store, fork_server, self._lifeline, job, self._standby_store, self._lead
@@ -274,7 +283,7 @@ class _NodeService:
             deadline = time.monotonic() + _TAKEOVER_LIMIT_S
             while time.monotonic() < deadline:
                 written = self._run.read_status_file().get("membership") or {}
-                if written.get("epoch", -1) > self._lifeline.committed_epoch:
+                if written.get("epoch", -1) > self._lifeline.committed.epoch:
                     return
                 time.sleep(0.2)
         self._record_failure(failure)
@@ -291,17 +300,17 @@ class _NodeService:
         self._lifeline = lifeline = Lifeline(_make_member(node, self._store), launch.silence_s)
         nodes = node.node_count + node.spares
         if node.rank == 0:
-            key, address = secrets.token_hex(32), find_listening_address(node)
-            port = lifeline.open_as_leader(address, node.master_host, key.encode(), nodes)
-            self._store.set("lifeline", f"{port} {key}")
+            self._key, address = secrets.token_hex(32), find_listening_address(node)
+            port = lifeline.open_as_leader(address, node.master_host, self._key.encode(), nodes)
+            self._store.set("lifeline", f"{port} {self._key}")
             return
         lifeline.is_leader = False
-        port_text, key = self._store.get("lifeline").decode().split()
+        port_text, self._key = self._store.get("lifeline").decode().split()
         leader = f"{node.master_host}:{port_text}"
         may_lead = not self._config.program and launch.max_replacements > 0
         host_store = self._host_standby_store if may_lead else lambda address: ""
         ended = self._exit_without_others
-        lifeline.open_as_follower(leader, key.encode(), nodes, ended, host_store)
+        lifeline.open_as_follower(leader, self._key.encode(), nodes, ended, host_store)
 
     def _host_standby_store(self, address: str) -> str:
         from echelon.launch.node.rendezvous import host_standby_store
@@ -312,8 +321,17 @@ class _NodeService:
     def _lead(self) -> None:
         """Do what node 0 did until now: hold the folder of the run, and say where it leads."""
         threading.Thread(target=self._claim_folder, daemon=True, name="claim").start()
-        if self._on_port is not None and self._standby_store is not None:
+        assert self._standby_store is not None
+        port = self._lifeline.own.lifeline.rpartition(":")[2]
+        self._standby_store.set("lifeline", f"{port} {self._key}")
+        if self._on_port is not None:
             self._on_port(self._standby_store.port)
+
+    def _copy_to_standby_store(self, *keys: str) -> None:
+        """Copy what a node needs that joins later, should this one lead."""
+        if self._standby_store is not None:
+            for key in keys:
+                self._standby_store.set(key, self._store.get(key).decode())
 
     def _claim_folder(self) -> None:
         """Become the writer of the run's folder, once the leader before has let go of it."""
