@@ -202,6 +202,7 @@ def test_a_lost_host_is_survived_by_ssh(
     done = started.wait()
     assert done.code == ExitCode.OK, done.err
     assert f"lost node {node} ({host}, rank {node})" in done.err
+    assert done.err.count("lost node") == 1, done.err
     require_same_curve(command_line.run(), clean_run)
     command_line.cluster.link(host, "up")
     command_line.require_nothing_left()
@@ -216,9 +217,10 @@ def test_a_host_that_comes_back_joins_again_by_ssh(
     os.kill(command_line.agent(host), signal.SIGKILL)
     began = time.monotonic()
     back = f"rank {node} replaced: 3 processes"
-    until(lambda: back in started.read_output(), START_S, "it is back")
+    is_over = started.process.poll
+    until(lambda: back in started.read_output() or is_over() is not None, START_S, "it is back")
     print(f"by ssh, agent of node {node} killed → full world: {time.monotonic() - began:.1f} s")
-    assert f"{host} takes over rank {node}" in started.read_output()
+    assert f"{host} takes over rank {node}" in started.read_output(), started.read_output()
     done = started.wait()
     assert done.code == ExitCode.OK, done.err
     require_same_curve(command_line.run(), clean_run)

@@ -573,8 +573,8 @@ class Lifeline:
         self._send_membership_if_changed()
 
     def _send_membership_if_changed(self) -> None:
-        """Send the membership if it has changed. Joins are sent together, four times a second; those
-        of the beginning once all train, since nobody needs them before."""
+        """Send the membership if it has changed. Joins are sent together, four times a second;
+        those of the beginning once all train, since nobody needs them before."""
         with self._lock:
             is_needed = self.membership.survives or self._committed.survives
             if self.is_leader and self._is_unsent and is_needed:

@@ -102,7 +102,8 @@ class _NodeWatchdog:
     def _handle_message(self, message: dict[str, Any]) -> bool:
         """Handle a message of the launcher; returns whether to continue."""
         if "meet" in message:
-            os.write(self._master_pipe, message["meet"].encode() + b"\n")
+            with contextlib.suppress(OSError):  # the agent knows a leader, and reads no more
+                os.write(self._master_pipe, message["meet"].encode() + b"\n")
         elif "signal" in message:
             os.kill(self._agent, message["signal"])
         return "kill" not in message
