@@ -133,6 +133,18 @@ def test_a_spare_takes_the_place_of_a_lost_node(
     command_line.require_nothing_left()
 
 
+def test_a_spare_runs_all_ranks_of_a_lost_node(command_line: CommandLine, clean_run: Run) -> None:
+    world = start_world(command_line, "launch.spares=1", "launch.procs=2")
+    hosts = command_line.cluster.nodes
+    os.kill(command_line.agent(hosts[1]), signal.SIGKILL)
+    assert wait_for_ends(world) == [ExitCode.OK, -signal.SIGKILL, ExitCode.OK]
+    told = world[0].read_output()
+    assert f"{hosts[2]} takes over ranks 2, 3" in told
+    assert "replaced: 4 processes" in told
+    require_same_curve(command_line.run(), clean_run)
+    command_line.require_nothing_left()
+
+
 def test_a_spare_that_is_not_needed_ends_with_the_run(
     command_line: CommandLine, clean_run: Run
 ) -> None:

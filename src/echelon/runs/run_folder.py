@@ -113,6 +113,11 @@ class Run:
         """Mapped by the ranks of a node and by the agent that watches them."""
         return self.folder / f".heartbeat-{node}"
 
+    @property
+    def membership_file(self) -> Path:
+        """Which nodes go on since one was lost, by the agent that leads."""
+        return self.folder / ".membership"
+
     def get_round_file(self, node: int) -> Path:
         """Written by the agent of a node for its ranks: who takes part, and which store they
         use."""

@@ -277,6 +277,8 @@ class Lifeline:
         self._attempt, self._report = attempt, HeartbeatReport(attempt, None)
         self.own = replace(self.own, slots=tuple(slots), place=place)
         self._send_to_leader({"member": asdict(self.own)})
+        if self.is_leader:
+            self._send_to_all({"leader": asdict(self.own)})
 
     def report_heartbeats(self, heartbeats: RankHeartbeats) -> None:
         """Take the heartbeats of the ranks of this node."""
@@ -751,7 +753,7 @@ class Lifeline:
 def make_node_lost_failure(member: Member, how: str, heartbeats: RankHeartbeats) -> Failure:
     """Return the failure of a world that lost a node."""
     step = max((s["step"] for s in heartbeats if s["begun"]), default=None)
-    ranks = _format_rank_span(list(member.slots) or [s["rank"] for s in heartbeats])
+    ranks = _format_rank_span(list(member.slots))
     where = ", ".join([member.host, *([f"rank {ranks}"] if ranks else [])])
     summary = f"node {member.node} ({where}) {how}: it is down, cut off, or its agent was killed"
     rank = member.slots[0] if member.slots else 0

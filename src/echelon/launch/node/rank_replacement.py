@@ -11,6 +11,7 @@ replacements; without a spare the others go on alone.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Collection
@@ -24,6 +25,7 @@ from echelon.launch.node.round_keeper import RoundKeeper
 from echelon.launch.node.round_recorder import RoundRecorder
 from echelon.runs.failure import SUPERSEDED_ROUND, Failure
 from echelon.runs.run_folder import Run
+from echelon.utils.files import write_json_atomically
 from echelon.world.rounds import Round, RoundStore, format_slots, get_round_prefix
 
 _INCARNATIONS_PER_EPOCH = 1000
@@ -252,7 +254,11 @@ class RankReplacement:
         hosts = [m.host for m in known.members.values()]
         leader = known.members[known.leader].host
         about = {"epoch": known.epoch, "leader": leader, "hosts": hosts}
-        self._run.update_status(membership=about | {"lost_hosts": list(known.lost_hosts)})
+        with contextlib.suppress(OSError):  # the disk may be full
+            # Not into the status, which rank 0 may be writing now.
+            write_json_atomically(
+                self._run.membership_file, about | {"lost_hosts": known.lost_hosts}
+            )
 
     def _place_orphans(self, lost_nodes: list[LostNode]) -> None:
         """Give the ranks of lost nodes to spares; without one, end where too few nodes are left."""

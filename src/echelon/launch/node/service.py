@@ -31,6 +31,7 @@ from echelon.runs.run_folder import Run
 from echelon.runs.submitted_run import get_submitted_run
 from echelon.runs.writer import claim_run_folder, release_run_folder, start_writer_beats
 from echelon.tracking.summary import format_rows
+from echelon.utils.files import read_json_object
 from echelon.utils.imports import pause_garbage_collection
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ class _NodeService:
         world_size = node.node_count * node.procs
         if node.rank != 0:
             return
-        run.update_status(membership=None)
+        run.membership_file.unlink(missing_ok=True)
         if not self._config.program and run == get_submitted_run(os.environ):
             run.update_status(world=world_size)
         else:
@@ -282,7 +283,7 @@ class _NodeService:
         if self._lifeline.is_isolated and self._run is not None:
             deadline = time.monotonic() + _TAKEOVER_LIMIT_S
             while time.monotonic() < deadline:
-                written = self._run.read_status_file().get("membership") or {}
+                written = read_json_object(self._run.membership_file) or {}
                 if written.get("epoch", -1) > self._lifeline.committed.epoch:
                     return
                 time.sleep(0.2)
