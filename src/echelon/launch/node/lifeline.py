@@ -641,6 +641,8 @@ class Lifeline:
             if self._is_over or connection is not self._leader:
                 return
             self._leader = None
+            if self._attempt in self._ended or self.over_code is not None:
+                return  # all is done, and the leader has left first
             if self.is_electing:
                 return  # the election goes on with the next node
             before = self.membership
@@ -655,24 +657,24 @@ class Lifeline:
 
     def _elect(self, how: str) -> None:
         """Follow the lowest node that lives, or lead."""
-        lost = self.membership.members[self.membership.leader]
+        before = self.membership
+        lost = before.members[before.leader]
         # A spare does not lead: it has no ranks, and knows of no round.
-        candidates = sorted(n for n, m in self.membership.members.items() if m.place >= 0)
-        for node in candidates:
-            if node == lost.node:
-                continue
+        others = {n for n in before.members if n != lost.node}
+        candidates = sorted(n for n in others if before.members[n].place >= 0)
+        for node in candidates if before.has_quorum(others) else ():
             if node == self.own.node:
                 if self._try_to_lead(how):
                     return
                 break  # the nodes after this one would have come
-            if self._try_to_follow(self.membership.members[node]):
+            if self._try_to_follow(before.members[node]):
                 return
             if self.membership.leader == node:  # it led for a moment, and is lost as well
                 self._elect(how)
                 return
         self.is_isolated = self._is_over = True
         failure = make_node_lost_failure(lost, how, self._report.heartbeats or [])
-        self._on_ended(_explain_isolation(failure, self.membership, 1 + len(self._pledges)))
+        self._on_ended(_explain_isolation(failure, before, 1 + len(self._pledges)))
 
     def _try_to_follow(self, candidate: Member) -> bool:
         """Connect to a node and wait until it leads; returns whether it does."""
