@@ -35,6 +35,8 @@ class ExitCode(IntEnum):
     """`doctor`, `preflight` or `setup` found what would keep a training from running there."""
     TRANSIENT = 9
     """A rank met an error that was marked as transient: it is replaced, and the others go on."""
+    WRONG_NUMBERS = 10
+    """A device computes wrong numbers without an error, as `trainer.verify_steps` found."""
     PREEMPTED = 75
     """Stopped on request with everything saved: requeue me (sysexits' EX_TEMPFAIL)."""
     INTERRUPTED = 130

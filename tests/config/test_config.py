@@ -354,6 +354,8 @@ def test_a_section_is_not_a_value() -> None:
         (["master=a:1"], "master=a:1 is set without rank and world_size"),
         (["trainer.epochs=null"], "trainer.epochs and trainer.steps are both null"),
         (["trainer.clip=0"], "trainer.clip=0.0 is not above 0"),
+        (["launch.slow_factor=1"], "launch.slow_factor=1.0 is not above 1"),
+        (["launch.slow_s=-1"], "launch.slow_s=-1.0 is below 0"),
         (["seed=-1"], "seed=-1 is below 0"),
         (["replica.devices=0"], "replica.devices=0 is below 1"),
         (["replica.blocks=[A,B]"], "replica.blocks=[A,B] names the layers to shard or to"),

@@ -103,6 +103,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "kill fork server": _kill_keeper(os.getppid),
     "slow": lambda: time.sleep(0.6),
     "wait": lambda: None,  # for `after`, and no more
+    "miscompute": lambda: None,  # from then on: see `Trap.spoil`
     "": lambda: None,
 }
 
@@ -113,6 +114,7 @@ class Trap:
     def __init__(self, cfg: Settings) -> None:
         self.cfg = cfg
         self.steps = 0
+        self.is_miscomputing = False
         self.set = bool(cfg.fault) and int(os.environ.get("RANK", _typed_rank())) == cfg.on
         if cfg.once and Path(cfg.once).exists():
             self.set = False
@@ -129,7 +131,14 @@ class Trap:
             time.sleep(0.01)
         if self.cfg.transient:
             raise echelon.TransientError("injected")
+        self.is_miscomputing = self.cfg.fault == "miscompute"
         FAULTS[self.cfg.fault]()
+
+    def spoil(self, output: Tensor) -> Tensor:
+        """As a faulty device would: one bit of a gradient is another one, and nothing is said."""
+        if self.is_miscomputing and output.requires_grad:
+            output.register_hook(flip_bit)  # type: ignore[no-untyped-call]
+        return output
 
     def get_pause_s(self) -> float:
         missing_s = self.cfg.missing_pause_s
@@ -138,6 +147,14 @@ class Trap:
     def delay(self) -> None:
         if self.set and self.cfg.phase == "every-evaluation":
             FAULTS[self.cfg.fault]()
+
+
+def flip_bit(numbers: Tensor, bit: int = 30) -> Tensor:
+    """Return float32 numbers with another bit in the first one; bit 30 is the largest of its
+    exponent."""
+    spoiled = numbers.detach().clone()
+    spoiled.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << bit)
+    return spoiled
 
 
 def _typed_rank() -> str:
@@ -160,7 +177,7 @@ class Model(nn.Linear):
         else:
             self.trap.reach("evaluation")
             self.trap.delay()
-        return super().forward(x)[:, :1]
+        return self.trap.spoil(super().forward(x)[:, :1])
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self.trap.reach("save")

@@ -51,6 +51,7 @@ from echelon.snapshot.layout import list_snapshots, parse_step
 from echelon.snapshot.reader import verify_snapshot
 from echelon.train.worker import train_in_process
 from echelon.world.detect import detect
+from echelon.world.sealed_store import SealedStore
 
 LIMIT_S = 300.0
 """No world of these tests takes as long; one that does hangs."""
@@ -125,7 +126,7 @@ def join_gloo_group(rank: int, world_size: int, master: str) -> RankGroup:
         host, int(port), world_size, is_master=rank == 0, timeout=timedelta(seconds=60)
     )
     world = detect({}, rank=rank, world_size=world_size, master=master, visible_devices=0).world
-    group = RankGroup(world, store, rank == 0, 60.0)
+    group = RankGroup(world, SealedStore(store, None), rank == 0, 60.0)
     group.init_process_group("gloo")
     return group
 

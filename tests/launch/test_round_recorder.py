@@ -87,12 +87,13 @@ def test_the_rank_that_was_ahead_is_lost(run: Run) -> None:
 def test_losses_before_a_round_is_formed_are_written_with_the_next_one(run: Run) -> None:
     recorder = RoundRecorder(run, 0.0)
     follow_steps(recorder, 1, 10, begun_s=100.0)
-    recorder.begin(WITHOUT_1, {1}, (), 119.0)
-    recorder.begin(Round(2, (0,), False, "lost rank 2"), {2}, (), 120.0)
+    recorder.begin(WITHOUT_1, {1}, (), 119.0, ["b"])
+    recorder.begin(Round(2, (0,), False, "lost rank 2"), {2}, (), 120.0, ["a"])
     recorder.observe(10, True, 121.0)
     recorder.observe(11, False, 123.0)
     (only,) = read_rounds(run)
     assert (only.number, only.lost, only.standstill_s) == (2, (1, 2), 5.0)
+    assert only.hosts == ("b", "a")
 
 
 def test_a_round_that_was_formed_and_made_no_step(run: Run) -> None:

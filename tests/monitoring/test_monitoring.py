@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from echelon.config.schema import Config, ReplicaConfig, TrainerConfig
 from echelon.monitoring.out_of_memory import explain_out_of_memory
 from echelon.parallel import fsdp_replica
 from echelon.parallel.ddp_replica import DDPReplica
+from echelon.runs.history import read_history
 from echelon.runs.metrics_file import read_metrics
 from echelon.runs.run_folder import Run
 from echelon.world import detect
@@ -79,6 +81,9 @@ def test_the_rank_that_is_behind_is_named(tmp_path: Path) -> None:
     last = [line for line in lines(done) if "slowest_rank" in line][-1]
     assert last["slowest_rank"] == 1
     assert last["slowest_x"] > 1.5
+    [slow] = read_history(done.run, is_running=False).phases[0].slow_ranks
+    assert (slow.rank, slow.host, slow.until_step) == (1, socket.gethostname(), None)
+    assert slow.factor > 1.5
     split = [line for line in lines(done) if set(PARTS) <= line.keys()]
     waited = median(line["communication_ms"] for line in split)
     worked = median(sum(line[part] for part in PARTS) for line in split) - waited

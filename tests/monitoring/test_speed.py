@@ -240,12 +240,14 @@ def test_peaks(name: str, precision: str, peak: float | None) -> None:
 
 def test_who_is_behind_is_said_once_per_change() -> None:
     said: list[str] = []
-    judge = StragglerDetector(said.append)
+    recorded: list[tuple[int, str, float | None]] = []
+    judge = StragglerDetector(said.append, 1.5, 1.0, lambda *found: recorded.append(found))
     usual = {0: OwnTime(1.0, 18.0), 1: OwnTime(1.0, 19.0), 2: OwnTime(1.0, 17.0)}
     slow = usual | {2: OwnTime(1.0, 40.0)}
     starved = usual | {1: OwnTime(60.0, 19.0)}
-    for all_ in (usual, slow, usual, slow, slow, slow, starved, starved, usual, usual, usual):
-        judge(all_, "node-{}".format)
+    seen = (usual, slow, usual, slow, slow, slow, starved, starved, usual, usual, usual)
+    for now, all_ in enumerate(seen):
+        judge(all_, "node-{}".format, now)
     assert [text.partition(" (")[0] for text in said] == [
         "rank 2 on node-2 takes 2.1 × the median",
         "rank 1 on node-1 takes 4.3 × the median",
@@ -253,14 +255,33 @@ def test_who_is_behind_is_said_once_per_change() -> None:
     ]
     assert "(41 ms beside 19.5) and all wait for it: of these it computes 40 ms" in said[0]
     assert "it waits for its data 60 ms" in said[1]
-    assert judge(slow, str) == {"slowest_rank": 2, "slowest_x": 2.1}
+    assert recorded == [
+        *((2, "node-2", 2.1), (2, "node-2", None)),
+        *((1, "node-1", 4.27), (1, "node-1", None)),
+    ]
+    assert judge(slow, str, 99.0) == {"slowest_rank": 2, "slowest_x": 2.1}
+
+
+def test_who_is_behind_for_the_set_time_by_the_set_factor_is_named() -> None:
+    said: list[str] = []
+    judge = StragglerDetector(said.append, 3.0, 10.0, lambda *found: None)
+    usual, slow = {0: OwnTime(1.0, 19.0), 1: OwnTime(1.0, 19.0)}, {1: OwnTime(1.0, 69.0)}
+    behind = [(now, usual | slow) for now in range(10)]
+    for now, all_ in [*behind, (10, usual), *((now + 11, all_) for now, all_ in behind)]:
+        judge(all_, "node-{}".format, now)
+    for now in range(30, 50):
+        judge(usual | {1: OwnTime(1.0, 49.0)}, "node-{}".format, now)
+    assert said == []
+    for now in range(50, 62):
+        judge(usual | slow, "node-{}".format, now)
+    assert [text.partition(" (")[0] for text in said] == ["rank 1 on node-1 takes 3.5 × the median"]
 
 
 def test_of_a_sharded_model_only_the_wait_for_data_is_a_ranks_own() -> None:
     said: list[str] = []
-    judge = StragglerDetector(said.append)
+    judge = StragglerDetector(said.append, 1.5, 0.0, lambda *found: None)
     for _ in range(2):
-        assert judge({0: OwnTime(0.2, 0.0), 1: OwnTime(30.0, 0.0)}, str) == {}
+        assert judge({0: OwnTime(0.2, 0.0), 1: OwnTime(30.0, 0.0)}, str, 0.0) == {}
     assert [text.partition(";")[0] for text in said] == [
         "rank 1 on 1 waits for its data 30 ms a step (the others 0.2) and all wait for it"
     ]
@@ -268,12 +289,12 @@ def test_of_a_sharded_model_only_the_wait_for_data_is_a_ranks_own() -> None:
 
 def test_little_differences_of_little_steps_are_none() -> None:
     said: list[str] = []
-    judge = StragglerDetector(said.append)
+    judge = StragglerDetector(said.append, 1.5, 0.0, lambda *found: None)
     for _ in range(5):
-        told = judge({0: OwnTime(0.01, 0.1), 1: OwnTime(0.01, 0.3)}, str)
+        told = judge({0: OwnTime(0.01, 0.1), 1: OwnTime(0.01, 0.3)}, str, 0.0)
     assert told == {"slowest_rank": 1, "slowest_x": 2.82}
     assert said == []
-    assert judge({0: OwnTime(1.0, 1.0)}, str) == {}, "one alone is not behind"
+    assert judge({0: OwnTime(1.0, 1.0)}, str, 0.0) == {}, "one alone is not behind"
 
 
 # --- profiles ---

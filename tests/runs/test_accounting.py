@@ -132,6 +132,13 @@ def test_replaced_ranks_cost_the_standstill_but_the_step_in_it() -> None:
     assert (found.starts, found.restarts, found.steps_kept) == (1, 0, 99)
 
 
+def test_steps_after_a_copy_in_memory_are_made_again() -> None:
+    back = {"event": "return", "time": STARTED + 50.0, "from_step": 45, "step": 20}
+    found = account(start(0), train(0, 0), back, stop(125, 100, "finished"))
+    assert (found.steps_kept, found.steps_redone) == (100, 25)
+    assert found.lost_s == lost(redone_steps=25)
+
+
 def test_a_standstill_after_the_end_of_a_phase_is_counted_once() -> None:
     """The agent wrote the round when it gave up, 5 s after the last line of metrics."""
     found = account(
@@ -181,6 +188,47 @@ def test_show_has_one_line_where_nothing_was_lost(capsys: pytest.CaptureFixture[
     out = " ".join(echelon(capsys, "show", "a")[1].split())
     assert "effective 75.0 % of 40.0 s; starting took 10.0 s" in out
     assert "LOST BY" not in out
+
+
+def test_show_counts_losses_by_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of earlier starts, and of those that did not write down where a rank was lost."""
+    run = make_run(Path("runs"), "a", lines())
+    write_history(
+        run,
+        *(start(0), train(5, 0), round_(20, 2.0, processes=2, lost=[1], hosts=["a"])),
+        *(stop(45, 40), start(48, attempt=1), train(50, 20)),
+        round_(55, 1.0, processes=2, lost=[0], hosts=7),
+        round_(60, 2.0, processes=1, lost=[1, 2], hosts=["b", "b", None]),
+        stop(72, 40, "finished"),
+    )
+    out = " ".join(echelon(capsys, "show", "a")[1].split())
+    assert "at fault b 2 times, a once" in out
+    said = json.loads(echelon(capsys, "show", "a", "--json")[1])["accounting"]
+    assert list(said["losses_by_host"].items()) == [("b", 2), ("a", 1)]
+    assert [round_["hosts"] for round_ in said["rounds"]] == [["a"], [], ["b", "b"]]
+
+
+def test_show_names_machines_that_were_slow(capsys: pytest.CaptureFixture[str]) -> None:
+    def slow(at: float, rank: Any, host: str, factor: Any, step: Any) -> Any:
+        fields = {"rank": rank, "host": host, "factor": factor, "step": step}
+        return {"event": "slow", "time": STARTED + at, **fields}
+
+    run = make_run(Path("runs"), "a", lines())
+    write_history(
+        run,
+        *(start(0), train(5, 0), slow(10, 2, "b", 1.7, 10), slow(20, 2, "b", None, 20)),
+        *(slow(21, 0, "a", 3.25, 21), slow(22, "0", "c", 2.0, 22), slow(23, 1, "c", 2.0, None)),
+        *(stop(45, 40), start(48, attempt=1), train(50, 20), slow(60, 3, "b", 2.08, 30)),
+        *(slow(65, 3, "b", None, 35), stop(72, 40, "finished")),
+    )
+    out = " ".join(echelon(capsys, "show", "a")[1].split())
+    b = "b 2 times, last rank 3 from step 30 to 35 (2.08 × the median)"
+    assert f"slow {b}; a rank 0 from step 21 on (3.25 × the median)" in out
+    said = json.loads(echelon(capsys, "show", "a", "--json")[1])["accounting"]["slow_ranks"]
+    assert [(s["phase"], s["rank"], s["until_step"]) for s in said] == [
+        *((0, 2, 20), (0, 0, None)),
+        (1, 3, 35),
+    ]
 
 
 def test_show_has_a_row_for_each_cause(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,7 @@ def test_a_rank_that_is_killed_is_a_round_and_its_time_is_accounted_for(tmp_path
     assert found.effective_s + sum(found.lost_s.values()) == pytest.approx(found.wall_s)
     assert (found.starts, found.restarts, found.steps_redone, found.steps_kept) == (1, 0, 0, 80)
     assert (found.lost_ranks, found.replaced_ranks) == (1, 1)
+    assert found.losses_by_host == {socket.gethostname(): 1}
     assert 0 <= found.lost_s["replaced_ranks"] <= sum(r.standstill_s for r in phase.rounds)
     assert status(folder)["accounting"] == found.to_json()
     assert re.search(r"effective +\d+\.\d % of .*; 1 start, 1 lost rank, 1 replacement", done.err)

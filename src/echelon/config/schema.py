@@ -74,6 +74,11 @@ class LaunchConfig:
     wait for is reported; 0: never. It is 8 times as long where one rank may take its time: in the
     first steps, until the first batch of an evaluation, while a snapshot is saved, while torch
     compiles. A process that is alone may take any time there."""
+    slow_factor: float = 1.5
+    """A rank whose data and computation take so many times the median of the others is slow: it is
+    named on the screen and by `echelon show`."""
+    slow_s: float = 1.0
+    """How long it must be so before it is named."""
     preflight: bool = False
     """local, ssh, slurm: check the nodes first, as `echelon preflight` does, and train only if no
     check fails."""
@@ -212,6 +217,11 @@ class TrainerConfig:
     capture: str = "auto"
     """Run the whole step as one CUDA graph: `auto` if possible, `always` (an error if not) or
     `never`. A step of your own is captured on one process alone."""
+    verify_steps: int | None = None
+    """Every so many steps, compute the share of a process on two and compare them to the bit, to
+    find a device that computes wrong numbers without an error; a third process settles which one is
+    wrong. Costs one forward and backward pass each time, and memory for the gradients. One process
+    alone computes twice, which finds errors that come and go. Default: never."""
     profile: int | None = None
     """Number of steps to record, after a warm-up, for a trace in the run's folder."""
 

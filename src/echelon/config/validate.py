@@ -46,6 +46,7 @@ def find_faults(config: Config) -> list[Fault]:
         *_check_choices(config),
         *_check_addresses(config),
         *_check_fsdp(config),
+        *_check_verification(config),
         *_check_launch(config),
         *_check_replica(config),
         *_check_manual_ranks(config),
@@ -121,6 +122,22 @@ def _check_fsdp(config: Config) -> Iterator[Fault]:
         )
 
 
+def _check_verification(config: Config) -> Iterator[Fault]:
+    """Yield faults of settings with which a process cannot compute the share of another."""
+    steps = config.trainer.verify_steps
+    if steps is None:
+        return
+    obstacles = []
+    if config.replica.kind == "fsdp":
+        obstacles.append("replica.kind=fsdp leaves no process with the whole model")
+    if config.replica.devices > 1:
+        obstacles.append(f"replica.devices={config.replica.devices} spreads the model over devices")
+    if config.trainer.capture == "always":
+        obstacles.append("trainer.capture=always replays steps, which cannot be compared")
+    for obstacle in obstacles:
+        yield Fault(f"trainer.verify_steps={steps}, but {obstacle}", "leave one of the two out")
+
+
 def _check_ranges(config: Config) -> Iterator[Fault]:
     """Yield a fault for each number that is out of its range."""
     t, launch = config.trainer, config.launch
@@ -138,6 +155,7 @@ def _check_ranges(config: Config) -> Iterator[Fault]:
         "trainer.epochs": (t.epochs, 0),
         "trainer.steps": (t.steps, 1),
         "trainer.profile": (t.profile, 1),
+        "trainer.verify_steps": (t.verify_steps, 1),
         "replica.devices": (config.replica.devices, 1),
         "launch.procs": (launch.procs, 1),
         "launch.threads": (launch.threads, 1),
@@ -147,6 +165,7 @@ def _check_ranges(config: Config) -> Iterator[Fault]:
         "launch.spares": (launch.spares, 0),
         "launch.min_nodes": (launch.min_nodes, 1),
         "launch.silence_s": (launch.silence_s, 5),
+        "launch.slow_s": (launch.slow_s, 0),
         "launch.nodes": (launch.nodes, 1),
         "launch.gpus_per_node": (launch.gpus_per_node, 1),
         "launch.cpus_per_node": (launch.cpus_per_node, 1),
@@ -164,6 +183,11 @@ def _check_ranges(config: Config) -> Iterator[Fault]:
     }.items():
         if positive is not None and positive <= 0:
             yield Fault(f"{key}={positive} is not above 0", f"set {key} to a positive number")
+    if launch.slow_factor <= 1:
+        yield Fault(
+            f"launch.slow_factor={launch.slow_factor} is not above 1, so some rank is always slow",
+            "set a factor such as launch.slow_factor=1.5",
+        )
     if t.ema is not None and not 0 < t.ema < 1:
         yield Fault(
             f"trainer.ema={t.ema} is not between 0 and 1", "set a decay such as trainer.ema=0.999"

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from echelon.config.schema import Config
 from echelon.config.validate import check_node_counts
@@ -30,9 +29,7 @@ from echelon.launch.plan import (
 )
 from echelon.runs.create import adopt_run, create_run
 from echelon.runs.run_folder import Run
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
+from echelon.world.sealed_store import SealedStore
 
 _REQUIRED_VARIABLES = {
     "MASTER_ADDR": "the address of node 0",
@@ -86,7 +83,7 @@ class EnvLauncher(Launcher):
 
 
 def _agree_on_run(
-    config: Config, node: NodeSpec, store: dist.Store, wait_for_key: Callable[[str], str]
+    config: Config, node: NodeSpec, store: SealedStore, wait_for_key: Callable[[str], str]
 ) -> Run:
     """Node 0 makes the folder; another node finds the same one, or makes its own at that path."""
     if node.rank == 0:

@@ -163,11 +163,11 @@ def describe_idle_devices(config: Config, procs: int, visible_devices: int) -> t
 
 
 def describe_failure_policy(config: Config, world_size: int) -> str:
-    """Return the step of a plan that says what happens after a failure. Whether an experiment is of
-    a kind whose ranks can be replaced is known when it is built."""
+    """Return the step of a plan that says what happens after a failure. Which backend the
+    ranks use is known when they have joined."""
     first = ""
     if world_size > 1 and may_replace_ranks(config):
-        first = "replace a rank that is lost while the others go on, if its experiment has a loss; "
+        first = "replace a rank that is lost while the others go on, unless they use NCCL; "
     if not config.launch.max_restarts:
         return f"{first}on a failure end them all and say which rank failed first"
     times = config.launch.max_restarts
@@ -177,21 +177,19 @@ def describe_failure_policy(config: Config, world_size: int) -> str:
 
 def may_replace_ranks(config: Config) -> bool:
     """Return whether lost ranks and nodes can be replaced, as far as the settings tell."""
-    is_one_model = config.replica.kind == "ddp" and config.replica.devices == 1
-    is_own = not config.program and config.trainer.mirror is None
-    return bool(config.launch.max_replacements) and is_one_model and is_own
+    is_one_device = config.replica.devices == 1
+    return bool(config.launch.max_replacements) and is_one_device and not config.program
 
 
-def describe_node_policy(config: Config, nodes: int) -> tuple[str, ...]:
-    """Return the step of a plan that says what happens when a node is lost."""
+def describe_node_policy(config: Config, nodes: int, after: str = "") -> tuple[str, ...]:
+    """Return the step of a plan that says what happens when a node is lost; `after` says what
+    follows a run that ends by it."""
     launch = config.launch
     if nodes + launch.spares == 1:
         return ()
     lost = f"a node that dies, or is silent for {launch.silence_s:g} s"
     if not may_replace_ranks(config):
-        ends = "ends the run: its ranks cannot be replaced"
-        queued = "; it is queued again" if launch.kind == "slurm" and not config.program else ""
-        return (f"{lost}, {ends}{queued}",)
+        return (f"{lost}, ends the run: its ranks cannot be replaced{after}",)
     count = launch.spares
     spare = f"is replaced by one of {count} spare{'s' * (count > 1)}" if count else "is left out"
     least = launch.min_nodes or 1

@@ -26,7 +26,7 @@ from torch import Tensor
 from echelon.config.schema import Config
 from echelon.data.batches import Batch, BlockSlice
 from echelon.experiment.definition import Experiment
-from echelon.monitoring.stragglers import OwnTime, StragglerMonitor
+from echelon.monitoring.stragglers import OwnTime, RecordStraggler, StragglerMonitor
 from echelon.parallel.model_parallel import get_process_devices
 from echelon.parallel.process_group import RankGroup
 
@@ -105,9 +105,11 @@ class StepSplit(NamedTuple):
     optimizer: float | None
 
 
-def create_speed_monitor(experiment: Experiment, config: Config, group: RankGroup) -> SpeedMonitor:
+def create_speed_monitor(
+    experiment: Experiment, config: Config, group: RankGroup, record_straggler: RecordStraggler
+) -> SpeedMonitor:
     """Return the monitor of this rank. Call it before anything wraps the model, because
-    operations are counted on a copy of it."""
+    operations are counted on a copy of it. `record_straggler` is called on rank 0."""
     world = group.world
     devices = list(get_process_devices(world))
     flops = None
@@ -117,7 +119,8 @@ def create_speed_monitor(experiment: Experiment, config: Config, group: RankGrou
         name = torch.cuda.get_device_name(devices[0])
         peak = get_peak_flops(name, config.trainer.precision)
         flops = FlopsCounter(experiment, peak * len(devices) * world.size) if peak else None
-    return SpeedMonitor(devices, flops, StragglerMonitor(group) if world.size > 1 else None)
+    stragglers = StragglerMonitor(group, config.launch, record_straggler)
+    return SpeedMonitor(devices, flops, stragglers if world.size > 1 else None)
 
 
 class SupportsStepTimer(Protocol):

@@ -13,14 +13,16 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from echelon.config.schema import LaunchConfig
 from echelon.parallel.process_group import RankGroup
 
-STRAGGLER_FACTOR = 1.5
-"""So many times the median of the others."""
+RecordStraggler = Callable[[int, str, float | None], None]
+"""Called with a rank, its host, and its time as a multiple of the median of the others; None when
+it keeps up again."""
 _MIN_LAG_MS = 1.0
 """And so much more: what takes a tenth of a millisecond takes another one for no reason at all."""
 _CONFIRMATIONS = 2
-"""Times in a row that the same rank has to be behind."""
+"""Times in a row that the same rank has to be behind, or no rank, however short that takes."""
 _COMPARE_EVERY_S = 1.0
 _MIN_SAMPLES = 3
 """Steps of a rank that its word is the median of, at the least."""
@@ -41,11 +43,9 @@ class OwnTime(NamedTuple):
 class StragglerMonitor:
     """Reports the own time of this rank; on rank 0 also compares all ranks."""
 
-    def __init__(
-        self, group: RankGroup, print_message: Callable[[str], None] | None = None
-    ) -> None:
+    def __init__(self, group: RankGroup, launch: LaunchConfig, record: RecordStraggler) -> None:
         self._group = group
-        self._detector = StragglerDetector(print_message or _print)
+        self._detector = StragglerDetector(_print, launch.slow_factor, launch.slow_s, record)
         self._own_times: list[OwnTime] = []
         self._next_s = 0.0
 
@@ -67,7 +67,7 @@ class StragglerMonitor:
         with contextlib.suppress(RuntimeError):
             self._group.set_value(f"pace/{self._group.world.rank}", json.dumps(own_time))
             if self._group.world.rank == 0:
-                return self._detector(self._read_all_ranks(), self._get_host)
+                return self._detector(self._read_all_ranks(), self._get_host, now)
         return {}
 
     def _read_all_ranks(self) -> dict[int, OwnTime]:
@@ -83,16 +83,27 @@ class StragglerMonitor:
 
 
 class StragglerDetector:
-    """Prints a message when a rank falls behind, when another one does, and when none does any
-    more."""
+    """Prints and records when a rank falls behind, when another one does, and when none does any
+    more.
 
-    def __init__(self, print_message: Callable[[str], None]) -> None:
-        self._print_message = print_message
+    A rank is behind that has taken `factor` times the median of the others for `min_s` seconds.
+    """
+
+    def __init__(
+        self,
+        print_message: Callable[[str], None],
+        factor: float,
+        min_s: float,
+        record: RecordStraggler,
+    ) -> None:
+        self._print_message, self._record = print_message, record
+        self._factor, self._min_s = factor, min_s
         self._current_straggler: int | None = None
-        self._suspects: list[int | None] = []
+        self._suspect: int | None = None
+        self._suspected_since_s, self._suspected_times = 0.0, 0
 
     def __call__(
-        self, own_times: Mapping[int, OwnTime], get_host: Callable[[int], str]
+        self, own_times: Mapping[int, OwnTime], get_host: Callable[[int], str], now: float
     ) -> dict[str, float]:
         if len(own_times) < 2:
             return {}
@@ -104,24 +115,30 @@ class StragglerDetector:
         factor = slowest_time.total_ms / max(median_ms, 1e-6)
         straggler = (
             slowest
-            if factor >= STRAGGLER_FACTOR and slowest_time.total_ms - median_ms >= _MIN_LAG_MS
+            if factor >= self._factor and slowest_time.total_ms - median_ms >= _MIN_LAG_MS
             else None
         )
-        self._suspects = [*self._suspects, straggler][-_CONFIRMATIONS:]
-        if straggler != self._current_straggler and self._suspects == [straggler] * _CONFIRMATIONS:
-            if straggler is None:
-                self._print_message(
-                    f"rank {self._current_straggler} on "
-                    f"{get_host(self._current_straggler or 0)} keeps up again"
-                )
-            else:
-                self._print_message(
-                    _describe_straggler(slowest, get_host(slowest), slowest_time, median_ms)
-                )
-            self._current_straggler = straggler
+        if self._is_confirmed(straggler, now) and straggler != self._current_straggler:
+            before, self._current_straggler = self._current_straggler, straggler
+            if before is not None:
+                self._record(before, get_host(before), None)
+            if straggler is not None:
+                host = get_host(straggler)
+                self._record(straggler, host, round(factor, 2))
+                self._print_message(_describe_straggler(straggler, host, slowest_time, median_ms))
+            elif before is not None:
+                self._print_message(f"rank {before} on {get_host(before)} keeps up again")
         if not slowest_time.compute_ms:
             return {}
         return {"slowest_rank": slowest, "slowest_x": round(factor, 2)}
+
+    def _is_confirmed(self, straggler: int | None, now: float) -> bool:
+        """Return whether this rank, or none, has been behind for long enough."""
+        if straggler != self._suspect or not self._suspected_times:
+            self._suspect, self._suspected_since_s, self._suspected_times = straggler, now, 0
+        self._suspected_times += 1
+        is_long = now - self._suspected_since_s >= self._min_s
+        return is_long and self._suspected_times >= _CONFIRMATIONS
 
 
 def _describe_straggler(rank: int, host: str, slowest_time: OwnTime, median_ms: float) -> str:

@@ -172,6 +172,23 @@ class DDPReplica:
         self._update_weights()
         return result
 
+    def compute_gradients(self, data: Any, sample_count: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of a share, or of its first microbatch, and the gradients by the names of
+        parameters; none from no sample. Nothing of the step notices: DDP watches gradients that
+        are accumulated, and these are not."""
+        is_default_collated = self.experiment.collate_fn is None
+        piece, count = split_microbatches(
+            data, sample_count, self.accumulate_steps, is_default_collated
+        )[0]
+        if not count:
+            return torch.zeros((), device=self.device), {}
+        named = {k: p for k, p in self.experiment.model.named_parameters() if p.requires_grad}
+        loss, _ = self._objective.compute(piece)
+        scaled = self._objective.apply_grad_scaler(loss)
+        found = torch.autograd.grad(scaled, list(named.values()), allow_unused=True)
+        gradients = {k: grad for k, grad in zip(named, found, strict=True) if grad is not None}
+        return loss.detach(), gradients
+
     def _update_weights(self) -> None:
         update_weights(self.experiment, self._clip, self._step_optimizer)
         self.clear_gradients()

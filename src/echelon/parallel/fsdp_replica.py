@@ -236,6 +236,8 @@ def _is_dtensor_error(error: Exception) -> bool:
     torch has no class for such errors, and not all of their messages name DTensor, so the files of
     the traceback decide.
     """
+    if "gloo" in str(error).lower():  # another rank is lost
+        return False
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     return "DTensor" in str(error) or any(
         Path(file).match("torch/distributed/tensor/*.py") for file in files

@@ -20,6 +20,7 @@ from echelon.runs.failure import Failure
 from echelon.utils.os_errors import format_os_error_reason
 from echelon.world import World
 from echelon.world.rounds import INCARNATION_VARIABLE, get_round_prefix
+from echelon.world.sealed_store import SealedStore
 
 _POLL_S = 0.02
 _CONNECT_TIMEOUT_S = 6.0
@@ -40,9 +41,9 @@ def join_world(world: World, config: Config, env: Mapping[str, str]) -> RankGrou
     timeout_s = config.launch.join_timeout_s
     deadline = time.monotonic() + timeout_s
     hosts_store = world.rank == 0 and not agent_hosts
-    store = _connect_store(world, hosts_store, timeout_s)
+    torch_store = _connect_store(world, hosts_store, timeout_s)
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(get_round_prefix(attempt, 0), store)
+    store = SealedStore.open(torch_store, env).open_prefix(get_round_prefix(attempt, 0))
     if INCARNATION_VARIABLE in env:  # the others have met long ago
         return RankGroup(world, store, False, hang_s)
     _claim_rank(store, world)
@@ -66,7 +67,7 @@ def publish_failure_to_agent(failure: Failure, env: Mapping[str, str]) -> None:
     with contextlib.suppress(Exception):  # if the agent is gone, nobody is left to read it
         socket.create_connection((host, port), timeout=SILENT_WAIT_S).close()
         store = dist.TCPStore(host, port, None, False, timedelta(seconds=_CONNECT_TIMEOUT_S), False)
-        first = dist.PrefixStore(f"echelon/{attempt}", store)
+        first = SealedStore.open(store, env).open_prefix(f"echelon/{attempt}")
         first.compare_set("failure", "", failure.to_json())
 
 
@@ -147,7 +148,7 @@ def _make_address_error(world: World, other: str, found: str) -> EchelonError:
     )
 
 
-def _claim_rank(store: dist.Store, world: World) -> None:
+def _claim_rank(store: SealedStore, world: World) -> None:
     """Raises where another process of the world has the same rank."""
     if store.add(f"taken/{world.rank}", 1) > 1:
         raise EchelonError(
@@ -160,7 +161,7 @@ def _claim_rank(store: dist.Store, world: World) -> None:
 
 
 def _raise_missing_ranks(
-    store: dist.Store, world: World, missing: list[int], timeout_s: float, hosts_store: bool
+    store: SealedStore, world: World, missing: list[int], timeout_s: float, hosts_store: bool
 ) -> None:
     """Raises the fault that names the missing ranks."""
     here = world.size - len(missing)

@@ -63,7 +63,8 @@ def checkpoint_blocks(blocks: list[nn.Module]) -> None:
     their names and snapshots fit with and without checkpointing.
     """
     for block in blocks:
-        block.forward = partial(_run_checkpointed, block, block.forward)
+        if getattr(block.forward, "func", None) is not _run_checkpointed:  # in an earlier round
+            block.forward = partial(_run_checkpointed, block, block.forward)
 
 
 def _run_checkpointed(

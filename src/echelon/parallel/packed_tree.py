@@ -7,6 +7,7 @@ other.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,16 +21,25 @@ class UnpackableValueError(Exception):
     """A tree holds something else; the message says what, and where."""
 
 
-def pack_tree(tree: Any) -> Tensor:
-    """Return a tree of dicts, lists, tuples, tensors, numbers, texts and None as a row of bytes.
+def pack_tree(tree: Any, memory: Tensor | None = None) -> Tensor:
+    """Return a tree of dicts, lists, tuples, tensors, numbers, texts and None as a row of bytes, in
+    the memory of an earlier row if that is long enough.
 
     Raises UnpackableValueError where there is anything else in it.
     """
     tensors: list[Tensor] = []
     header = json.dumps(_describe_node(tree, tensors)).encode()
-    pieces = [len(header).to_bytes(_LENGTH_BYTES, "little"), header]
-    pieces += [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
-    return torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)
+    head = bytearray(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
+    pieces = [torch.frombuffer(head, dtype=torch.uint8)]
+    pieces += [t.reshape(-1).view(torch.uint8) for t in tensors if t.numel()]
+    size = sum(map(len, pieces))
+    if memory is not None and memory.untyped_storage().nbytes() >= size:
+        row = memory.new_empty(0).set_(memory.untyped_storage())[:size]
+    else:
+        row = torch.empty(size, dtype=torch.uint8)
+    for place, piece in zip(torch.split(row, list(map(len, pieces))), pieces, strict=True):
+        place.copy_(piece)
+    return row
 
 
 def unpack_tree(row: Tensor) -> Any:
@@ -48,6 +58,15 @@ def to_device(tree: Any, device: torch.device) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)(to_device(value, device) for value in tree)
     return tree
+
+
+def count_tensor_bytes(tree: Any) -> int:
+    """Return the size of all tensors in a tree."""
+    if isinstance(tree, Tensor):
+        return tree.nbytes
+    if isinstance(tree, Mapping):
+        return sum(map(count_tensor_bytes, tree.values()))
+    return sum(map(count_tensor_bytes, tree)) if isinstance(tree, list | tuple) else 0
 
 
 def _describe_node(node: Any, tensors: list[Tensor]) -> Any:

@@ -26,6 +26,7 @@ from echelon.parallel.store import format_ranks, read_failure, wait_for_keys
 from echelon.runs.failure import Failure
 from echelon.utils.sockets import list_sockets, shut_socket
 from echelon.world import World
+from echelon.world.sealed_store import SealedStore
 
 _POLL_S = 0.02
 _FAILURE_STAY_S = 6.0
@@ -44,7 +45,7 @@ class RankGroup:
     """The processes of the world, once they have joined. A world of one process has no store."""
 
     world: World
-    store: dist.Store | None
+    store: SealedStore | None
     hosts_store: bool
     timeout_s: float
 
@@ -187,7 +188,7 @@ class RankGroup:
         # waited for, as nothing can end that wait.
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("group", self.store),
+            store=dist.PrefixStore(f"{self.store.prefix}group", self.store.torch_store),
             rank=self.world.rank,
             world_size=self.world.size,
             timeout=min(timeout, timedelta(seconds=_CONNECT_TIMEOUT_S)),
@@ -241,9 +242,9 @@ class RankGroup:
             with contextlib.suppress(AttributeError):  # glibc alone has it
                 libc.on_exit(libc._exit, None)
 
-    def gather(self, row: Tensor) -> list[Tensor]:
-        """Return the CPU tensors of all ranks, of any length, on rank 0; on other ranks an empty
-        list.
+    def gather(self, row: Tensor, to_all: bool = False) -> list[Tensor]:
+        """Return the CPU tensors of all ranks, of any length, on rank 0, or on all ranks; where
+        they are not returned, an empty list.
 
         What is short, such as a line of metrics, travels with its length in one collective.
         """
@@ -257,21 +258,25 @@ class RankGroup:
         heads = [torch.empty_like(head) for _ in range(self.world.size)]
         dist.all_gather(heads, head)
         sizes = [int(of_rank[:_LENGTH_BYTES].view(torch.int64)) for of_rank in heads]
-        rows: list[Tensor] | None = [of_rank[_LENGTH_BYTES:] for of_rank in heads]
+        rows = [of_rank[_LENGTH_BYTES:] for of_rank in heads]
+        is_receiver = to_all or self.world.rank == 0
         if max(sizes) > _SHORT_BYTES:
             padded = torch.zeros(max(sizes), dtype=torch.uint8)
             padded[: len(content)] = content
-            rows = [torch.empty_like(padded) for _ in sizes] if self.world.rank == 0 else None
-            dist.gather(padded, rows)
-        if self.world.rank != 0 or rows is None:
+            rows = [torch.empty_like(padded) for _ in sizes] if is_receiver else []
+            if to_all:
+                dist.all_gather(rows, padded)
+            else:
+                dist.gather(padded, rows or None)
+        if not is_receiver:
             return []
         return [r[:n].view(row.dtype) for r, n in zip(rows, sizes, strict=True)]
 
-    def gather_json(self, data: Any) -> list[Any]:
-        """Return the data of all ranks, in their order, on rank 0; on other ranks an empty
-        list."""
+    def gather_json(self, data: Any, to_all: bool = False) -> list[Any]:
+        """Return the data of all ranks, in their order, on rank 0, or on all ranks; where it is not
+        returned, an empty list."""
         row = torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8)
-        return [json.loads(raw.numpy().tobytes()) for raw in self.gather(row)]
+        return [json.loads(raw.numpy().tobytes()) for raw in self.gather(row, to_all)]
 
     def is_any_true(self, flag: bool) -> bool:
         """Return on every rank whether the flag is set on any."""

@@ -29,6 +29,8 @@ class StepRequests(NamedTuple):
     """To read results back after every step, because steps are slow."""
     regroup: bool = False
     """To go over to another round, in which a replaced rank takes part again."""
+    copy: bool = False
+    """To copy the state into the memory of every rank."""
 
 
 class StepResult(NamedTuple):

@@ -23,6 +23,7 @@ from echelon.world.rounds import (
     get_round_prefix,
     read_round_file,
 )
+from echelon.world.sealed_store import SealedStore
 
 _POLL_S = 0.005
 _WATCH_INTERVAL_S = 0.1
@@ -33,16 +34,17 @@ class RoundMembership:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: SealedStore,
         world: World,
         env: Mapping[str, str],
         timeout_s: float,
         heartbeat: Heartbeat,
         round_file: Path,
     ) -> None:
-        self._store, self._world, self._timeout_s = store, world, timeout_s
+        self._store, self.world, self._timeout_s = store, world, timeout_s
         self._address = _normalize_address(world.master or "")
         self._heartbeat, self._round_file = heartbeat, round_file
+        self._env = env
         self._attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._rounds = RoundStore(store, self._attempt)
         self._incarnation = int(env.get(INCARNATION_VARIABLE, "0"))
@@ -78,7 +80,7 @@ class RoundMembership:
     def publish_failure(self, failure: Failure) -> None:
         """Publish a failure in the current round, for a rank whose group has no store."""
         prefix = get_round_prefix(self._attempt, self.round.number)
-        store = dist.PrefixStore(prefix, self._store)
+        store = self._store.open_prefix(prefix)
         with contextlib.suppress(Exception):  # if the agent is gone, nobody is left to read it
             store.compare_set("failure", "", failure.to_json())
 
@@ -130,18 +132,18 @@ class RoundMembership:
         """Go over to the store of a round, if it is another one."""
         address = _normalize_address(newest.store)
         if address != self._address:
-            self._store = connect_to_store(address, self._timeout_s)
+            self._store = SealedStore.open(connect_to_store(address, self._timeout_s), self._env)
             self._address = address
             self._rounds = RoundStore(self._store, self._attempt)
 
     def _enter(self, newest: Round) -> RankGroup:
         self._use_store_of(newest)
         self.round = newest
-        world = newest.place(self._world, self.slot)
+        world = newest.place(self.world, self.slot)
         if world.size == 1:
             return RankGroup(world, None, False, self._timeout_s)
         prefix = get_round_prefix(self._attempt, newest.number)
-        return RankGroup(world, dist.PrefixStore(prefix, self._store), False, self._timeout_s)
+        return RankGroup(world, self._store.open_prefix(prefix), False, self._timeout_s)
 
     def _watch_rounds(self) -> None:
         """End the collectives of a round that is over. Where a machine has fallen silent, its

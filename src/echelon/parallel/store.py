@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.runs.failure import Failure
+from echelon.world.sealed_store import SealedStore
 
 _CONNECT_TIMEOUT_S = 10.0
 SILENT_WAIT_S = 2.0
@@ -48,7 +49,7 @@ def print_wait_message(text: str, timeout_s: float) -> bool:
     return True
 
 
-def wait_for_keys(store: dist.Store, keys: list[str], timeout_s: float) -> list[int]:
+def wait_for_keys(store: SealedStore, keys: list[str], timeout_s: float) -> list[int]:
     """Return the positions of keys that are not set when the time is up. A failure ends the
     wait."""
     started, has_reported = time.monotonic(), False
@@ -94,7 +95,7 @@ def _make_backoff() -> Callable[[], float]:
     return next_pause
 
 
-def read_failure(store: dist.Store) -> Failure | None:
+def read_failure(store: SealedStore) -> Failure | None:
     """Return the failure that a rank published, or None."""
     return Failure.from_json(store.get("failure")) if store.check(["failure"]) else None
 

@@ -96,7 +96,7 @@ class WeightedLoss(nn.Module):
         if data is None:
             weighted = self.make_zero_loss(self.dense)
         elif self.communicates is False:
-            weighted, count = self._compute(data)
+            weighted, count = self.compute(data)
         else:
             weighted, count = self._compute_with_collectives(data)
         factor = weight * count if isinstance(count, float) else weight * count.to(weighted.device)
@@ -116,7 +116,7 @@ class WeightedLoss(nn.Module):
             self._has_sent_change = False
         return self.apply_grad_scaler(weighted) + self.control.dot(self._control_values)
 
-    def _compute(self, data: Any) -> tuple[Tensor, float | Tensor]:
+    def compute(self, data: Any) -> tuple[Tensor, float | Tensor]:
         """Return the mean loss over `data` and the number it is over; 1 where that is known."""
         if callable(self.count):
             return self.compute_counted_loss(data)
@@ -127,7 +127,7 @@ class WeightedLoss(nn.Module):
         ranks."""
         before = count_collectives()
         with self.shape_comparison or nullcontext():
-            result = self._compute(data)
+            result = self.compute(data)
         self.communicates = bool(self.communicates) or count_collectives() != before
         return result
 

@@ -11,7 +11,6 @@ of a variable that holds it, because srun gives all nodes the same command.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import importlib.metadata
 import json
 import os
@@ -37,6 +36,7 @@ from echelon.doctor.machine_facts import describe_exit, read_disk, resolve_addre
 from echelon.gpus import count_visible_gpus
 from echelon.hosts.message_protocol import send_message
 from echelon.launch import network_interface
+from echelon.launch.node.message_channel import ChannelClosed, MessageChannel
 from echelon.launch.node.service import make_network_variables, make_thread_variables
 from echelon.launch.registry import make_launcher
 from echelon.preflight import gpu_health
@@ -47,6 +47,7 @@ _CONNECT_TIMEOUT_S = 4.0
 _PINGS = 8
 _CHUNK_BYTES = 1 << 20
 _MAX_PARALLEL = 64
+_MAX_CONNECTIONS = 1024
 
 ProbeAnswer = dict[str, Any]
 
@@ -183,8 +184,11 @@ class NodeProbe:
 
     def _connect_to_probe(self, address: str, port: int) -> socket.socket:
         connection = socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(self._key.encode() + b"\n")
+        try:
+            _authenticate(connection, self._key, is_listener=False)
+        except OSError:
+            connection.close()
+            raise
         return connection
 
     def measure_link(
@@ -319,19 +323,23 @@ def _get_host_by_address(address: str) -> str | None:
 
 def _accept_connections(listener: socket.socket, key: str) -> None:
     """Serve every connection in a thread of its own."""
+    places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
     while True:
         connection, _ = listener.accept()
-        threading.Thread(target=_serve_connection, args=(connection, key), daemon=True).start()
+        if not places.acquire(blocking=False):
+            connection.close()  # strangers: our probes open less at a time
+            continue
+        arguments = (connection, key, places)
+        threading.Thread(target=_serve_connection, args=arguments, daemon=True).start()
 
 
-def _serve_connection(connection: socket.socket, key: str) -> None:
+def _serve_connection(
+    connection: socket.socket, key: str, places: threading.BoundedSemaphore
+) -> None:
     """Check the key, then answer clock requests, or measure what a sender sends."""
     with connection:
-        connection.settimeout(_CONNECT_TIMEOUT_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            if not hmac.compare_digest(_read_line(connection), key):
-                return  # it is not one of our probes
+            _authenticate(connection, key, is_listener=True)
             while line := _read_line(connection):
                 order = json.loads(line)
                 if "sink" in order:
@@ -340,6 +348,19 @@ def _serve_connection(connection: socket.socket, key: str) -> None:
                 connection.sendall(json.dumps(time.time()).encode() + b"\n")
         except (OSError, ValueError):
             return
+        finally:
+            places.release()
+
+
+def _authenticate(connection: socket.socket, key: str, is_listener: bool) -> None:
+    """Let both ends prove that they are probes of this preflight; raises a ConnectionError. What
+    they send after that is plain: it is data without meaning, and clocks."""
+    channel = MessageChannel(connection, key.encode(), is_listener)
+    try:
+        channel.authenticate(time.monotonic() + _CONNECT_TIMEOUT_S)
+    except ChannelClosed as end:
+        raise ConnectionError(f"the other end {end}") from None
+    connection.settimeout(_CONNECT_TIMEOUT_S)
 
 
 def _serve_link_measurement(connection: socket.socket, limit_s: float) -> None:

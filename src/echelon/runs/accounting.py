@@ -7,6 +7,7 @@ of training: how long they took is not recorded.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -51,6 +52,8 @@ class RunAccounting:
     """Replacements that joined them."""
     fewer_processes_s: float
     """Time with fewer processes than the start had. It counts as effective: the steps are kept."""
+    losses_by_host: dict[str, int]
+    """How often ranks were lost on a machine, the one with most first."""
 
     @property
     def effective_share(self) -> float | None:
@@ -118,6 +121,7 @@ def account_for_run(
         sum(len(round_.lost) for round_ in rounds),
         sum(len(round_.joined) for round_ in rounds),
         sum(_measure_fewer_processes_s(phase, now) for phase in phases),
+        dict(Counter(host for round_ in rounds for host in round_.hosts).most_common()),
     )
 
 
@@ -156,7 +160,7 @@ def _count_steps(
     first = phase.first_step or 0
     last = max(first, (newest_step if phase.ended is None else phase.last_step) or 0)
     kept_until = last if next_first_step is None else max(first, min(last, next_first_step))
-    return last - first, last - kept_until
+    return last - first + phase.redone_steps, last - kept_until + phase.redone_steps
 
 
 def _measure_standstill_s(round_: RoundRecord, phase: RunPhase, now: float) -> float:

@@ -1,10 +1,10 @@
 """The history of a run: every start and every stop, written down when it happens.
 
 Each line of ``history.jsonl`` is one event. ``start`` says where and with how many processes,
-``train`` when the first step began, ``stop`` why it ended. ``round`` is a loss or a return of ranks
-while the others go on. A start that was killed leaves no ``stop``: it ended with its last line of
-metrics. The next start writes that down, because it removes the lines after its snapshot; until
-then readers look for themselves.
+``train`` when the first step began, ``stop`` why it ended. ``slow`` names a rank that the others
+wait for. ``round`` is a loss or a return of ranks while the others go on. A start that was killed
+leaves no ``stop``: it ended with its last line of metrics. The next start writes that down, because
+it removes the lines after its snapshot; until then readers look for themselves.
 """
 
 from __future__ import annotations
@@ -50,6 +50,22 @@ class RoundRecord:
     joined: tuple[int, ...] = ()
     """Ranks whose replacements joined."""
     reason: str = ""
+    hosts: tuple[str, ...] = ()
+    """Where it was lost, once for each loss; empty where that was not recorded."""
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank that the others waited for, for a while."""
+
+    rank: int
+    host: str
+    factor: float
+    """Its time when it was named, as a multiple of the median of the others."""
+    step: int
+    """The last step before it was named."""
+    until_step: int | None = None
+    """When it kept up again; None where it did not."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +97,9 @@ class RunPhase:
     """How often Slurm had queued the job again; None if that was not recorded."""
     rounds: tuple[RoundRecord, ...] = ()
     """Those after the first one, in which all ranks took part."""
+    slow_ranks: tuple[SlowRank, ...] = ()
+    redone_steps: int = 0
+    """Steps that were made again in it, since its ranks went back to an earlier one."""
 
     @property
     def trained_s(self) -> float:
@@ -184,6 +203,16 @@ def record_round(run: Run, round_: RoundRecord) -> None:
     _append_event(run, "round", fields, moment)
 
 
+def record_slow_rank(run: Run, rank: int, host: str, factor: float | None, step: int) -> None:
+    """Write down that a rank is slow, by which factor; None: it keeps up again."""
+    _append_event(run, "slow", {"rank": rank, "host": host, "factor": factor, "step": step})
+
+
+def record_return(run: Run, from_step: int, step: int) -> None:
+    """Write down that the ranks have gone back to an earlier step, since one of them was lost."""
+    _append_event(run, "return", {"from_step": from_step, "step": step})
+
+
 def _append_event(
     run: Run, event: str, fields: dict[str, Any], moment: float | None = None
 ) -> None:
@@ -221,6 +250,8 @@ def _parse_phases(run: Run) -> list[RunPhase]:
         elif name == "round" and phases:  # perhaps after the stop, which somebody else writes
             if (round_ := _make_round(event, moment)) is not None:
                 phases[-1] = replace(phases[-1], rounds=(*phases[-1].rounds, round_))
+        elif name == "slow" and phases:
+            phases[-1] = replace(phases[-1], slow_ranks=_follow_slow_rank(phases[-1], event))
         elif phases and phases[-1].ended is None:
             phases[-1] = _continue_phase(phases[-1], event, moment)
     return phases
@@ -263,6 +294,22 @@ def _make_round(event: dict[str, Any], moment: float) -> RoundRecord | None:
         _get_ints(event, "lost"),
         _get_ints(event, "joined"),
         str(event.get("reason") or ""),
+        _get_texts(event, "hosts"),
+    )
+
+
+def _follow_slow_rank(phase: RunPhase, event: dict[str, Any]) -> tuple[SlowRank, ...]:
+    """Return the slow ranks of a phase after an event of one; one that lacks a number is left
+    out."""
+    rank, step, factor = _get_int(event, "rank"), _get_int(event, "step"), event.get("factor")
+    if rank is None or step is None:
+        return phase.slow_ranks
+    if is_number(factor):
+        found = SlowRank(rank, str(event.get("host") or ""), float(factor), step)
+        return (*phase.slow_ranks, found)
+    return tuple(
+        replace(slow, until_step=step) if slow.rank == rank and slow.until_step is None else slow
+        for slow in phase.slow_ranks
     )
 
 
@@ -273,6 +320,9 @@ def _continue_phase(phase: RunPhase, event: dict[str, Any], moment: float) -> Ru
     if event.get("event") == "stop":
         cause = str(event.get("cause") or "")
         return replace(phase, ended=moment, last_step=step, last_samples=samples, cause=cause)
+    if event.get("event") == "return" and step is not None:
+        redone = max(0, (_get_int(event, "from_step") or 0) - step)
+        return replace(phase, redone_steps=phase.redone_steps + redone)
     return phase
 
 
@@ -312,6 +362,11 @@ def _get_int(event: dict[str, Any], key: str) -> int | None:
 def _get_ints(event: dict[str, Any], key: str) -> tuple[int, ...]:
     values = event.get(key)
     return tuple(v for v in values if isinstance(v, int)) if isinstance(values, list) else ()
+
+
+def _get_texts(event: dict[str, Any], key: str) -> tuple[str, ...]:
+    values = event.get(key)
+    return tuple(v for v in values if isinstance(v, str)) if isinstance(values, list) else ()
 
 
 def _subtract(last: int | None, first: int | None) -> int | None:

@@ -68,15 +68,21 @@ def collect_shards(
     rank. A collective; rank 0 also gets the random states of all ranks."""
     world = group.world
     rng_rows = group.gather(pack_rng_state(*get_process_devices(group.world)))
-    trees = collect_parts(experiment, optimizer_flags)
-    if world.rank != 0:  # it need not have the keys of rank 0's, and could not be joined with it
-        weights = trees["model"].items()
-        trees["model"] = {k: None if is_extra_state(k) else v for k, v in weights}
     parts = {
-        format_shard_name(name, world.rank, world.size): extract_own_shard(tree, world.rank)
-        for name, tree in trees.items()
+        format_shard_name(name, world.rank, world.size): tree
+        for name, tree in collect_own_shards(experiment, optimizer_flags).items()
     }
     return parts | ({"rng": {"ranks": torch.stack(rng_rows)}} if rng_rows else {})
+
+
+def collect_own_shards(experiment: Experiment, optimizer_flags: OptimizerFlags) -> dict[str, Any]:
+    """Return the parts with this rank's rows of every sharded tensor. A collective."""
+    rank = dist.get_rank()
+    trees = collect_parts(experiment, optimizer_flags)
+    if rank != 0:  # it need not have the keys of rank 0's, and could not be joined with it
+        weights = trees["model"].items()
+        trees["model"] = {k: None if is_extra_state(k) else v for k, v in weights}
+    return {name: extract_own_shard(tree, rank) for name, tree in trees.items()}
 
 
 def gather_full_state(

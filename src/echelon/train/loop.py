@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from echelon.data.batch_transform import BatchTransform
@@ -26,12 +27,13 @@ from echelon.experiment.trained_parameters import (
 from echelon.monitoring.readback_schedule import ReadbackSchedule
 from echelon.monitoring.speed import SpeedMonitor
 from echelon.parallel.ddp_replica import DDPReplica
+from echelon.parallel.model_parallel import get_process_devices
 from echelon.parallel.process_group import RankGroup
 from echelon.parallel.replica import StepRequests, StepResult
 from echelon.runs.metrics_file import MetricsLine
 from echelon.snapshot.finite_check import FiniteCheck, format_tensor_names
 from echelon.snapshot.memory_snapshot import MemorySnapshot
-from echelon.snapshot.state import collect_parts, collect_state
+from echelon.snapshot.state import collect_parts, collect_state, pack_rng_state
 from echelon.train.loss_parts_check import check_loss_of_parts
 from echelon.train.lr_schedule import LRSchedule
 from echelon.train.minute_timers import MinuteTimers
@@ -43,6 +45,7 @@ from echelon.train.weight_average import WeightAverage
 
 if TYPE_CHECKING:
     from echelon.parallel.fsdp_replica import FSDPReplica
+    from echelon.train.step_verification import StepVerifier
 
 _TREND_STEPS = 32
 """Losses that are kept to say how the loss went before it was not finite."""
@@ -57,6 +60,8 @@ def train(t: Training) -> None:
         batch, total = next(batches)
         if t.step == 0:
             check_loss_of_parts(t, batch, total)
+        if t.verifier is not None:
+            t.verifier.verify_next_step(t)
         t.schedule.set_rates(t.step)
         t.replica.step(batch, total, t.collect_requests())
         if t.average is not None:
@@ -78,10 +83,14 @@ class Training(StepBoundary):
     finite_check: FiniteCheck
     transform: BatchTransform | None = None
     average: WeightAverage | None = None
+    verifier: StepVerifier | None = None
+    """Present where steps are verified."""
     schedule: LRSchedule = field(init=False)
     replica: DDPReplica | FSDPReplica = field(init=False)
     speed: SpeedMonitor = field(init=False)
     collect_state: Callable[[Experiment, OptimizerFlags, RankGroup], dict[str, Any]] = collect_state
+    collect_own_parts: Callable[[Experiment, OptimizerFlags], dict[str, Any]] = collect_parts
+    """What a rank keeps of the state in its memory."""
 
     built_flags: dict[str, bool] = field(init=False)
     """Which parameters were trained when the experiment was built."""
@@ -156,8 +165,9 @@ class Training(StepBoundary):
         stop, look = self.stop.is_requested, self.readback.wants_every_step
         save, evaluate = self._timers.take_due()
         regroup = self.is_round_planned()
-        if stop or save or evaluate or look or regroup:
-            return StepRequests(stop, save, evaluate, look, regroup)
+        copies = self.copies is not None and self.group.world.rank == 0 and self.copies.is_due()
+        if stop or save or evaluate or look or regroup or copies:
+            return StepRequests(stop, save, evaluate, look, regroup, copies)
         return _NO_REQUESTS
 
     def agree(self) -> StepRequests | None:
@@ -184,6 +194,12 @@ class Training(StepBoundary):
         trainer = self.config.trainer
         is_stopped_alone = self.stop.is_requested and self.group.world.size == 1
         return is_stopped_alone or self.is_due(trainer.evaluate) or self.is_due(trainer.save)
+
+    def take_part_in_rounds(
+        self, is_round_planned: Callable[[], bool], confirm_round: Callable[[], None]
+    ) -> None:
+        self.is_round_planned = is_round_planned
+        confirm_round()
 
     # --- lines of metrics ---
 
@@ -244,6 +260,15 @@ class Training(StepBoundary):
         parts = self.collect_state(self.experiment, self.optimizer_flags, self.group)
         self._require_finite(parts)
         return parts | collect_stream_state(self.source, self.samples, self.group)
+
+    def collect_copy(self) -> dict[str, Any]:
+        """Return this rank's part of the state, with what every rank has of its own."""
+        parts = self.collect_own_parts(self.experiment, self.optimizer_flags)
+        rng_rows = self.group.gather(
+            pack_rng_state(*get_process_devices(self.group.world)), to_all=True
+        )
+        stream_state = collect_stream_state(self.source, self.samples, self.group, to_all=True)
+        return parts | {"rng": {"ranks": torch.stack(rng_rows)}} | stream_state
 
     def keep_state(self) -> MemorySnapshot:
         """Return the state after the last whole step, as it is in the memory of this rank."""

@@ -54,6 +54,10 @@ class LoopExit:
         if self._store is not None:
             threading.Thread(target=self._watch, daemon=True, name="loop exit").start()
 
+    def stop_watching(self) -> None:
+        """Look for nobody any more: the round has ended."""
+        self._has_left = True
+
     def begin_message(self, call: str) -> None:
         """Note that this rank is about to exchange something with all others, in this call."""
         self._is_without_step = False

@@ -43,6 +43,7 @@ from echelon.parallel.model_parallel import (
 from echelon.parallel.process_group import RankGroup
 from echelon.parallel.sparse_tables import require_no_max_norm
 from echelon.runs.heartbeat import Heartbeat
+from echelon.runs.history import record_slow_rank
 from echelon.runs.run_folder import Run
 from echelon.snapshot.finite_check import FiniteCheck
 from echelon.snapshot.layout import EMA_NAME
@@ -50,6 +51,7 @@ from echelon.snapshot.state import require_savable, seed_all
 from echelon.snapshot.writer import SnapshotWriter
 from echelon.train.loop import Training
 from echelon.train.lr_schedule import LRSchedule
+from echelon.train.memory_copies import KeptLoop
 from echelon.train.nonfinite_cause import copy_first_weights
 from echelon.train.output_tee import OutputTee
 from echelon.train.prepare_evaluation import (
@@ -59,8 +61,13 @@ from echelon.train.prepare_evaluation import (
     open_data,
     resolve_best,
 )
-from echelon.train.regroup import KeptTraining, adopt_output, restore_from_ranks
-from echelon.train.restore import BUILD_TIMEOUT_S, find_training_info, restore_snapshot
+from echelon.train.regroup import KeptTraining, restore_from_ranks
+from echelon.train.restore import (
+    BUILD_TIMEOUT_S,
+    find_training_info,
+    restore_copy,
+    restore_snapshot,
+)
 from echelon.train.same_data_check import COMPARE_TIMEOUT_S, require_same_data
 from echelon.train.stop_signals import StopSignals
 from echelon.train.train_data import (
@@ -94,10 +101,14 @@ def load_training_function(config: Config, run: Run, world: World) -> Callable[.
 
 
 def build_parts(
-    config: Config, run: Run, group: RankGroup, function: Callable[..., Any]
+    config: Config,
+    run: Run,
+    group: RankGroup,
+    function: Callable[..., Any],
+    kept: KeptLoop | None = None,
 ) -> tuple[Experiment, bool]:
     """Return the experiment, and whether its function has placed its layers itself. Raise what can
-    be seen of its parts without computing.
+    be seen of its parts without computing. `kept` is there where the ranks come from another round.
 
     All ranks have the same seed here (`load_training_function`), so they build the same weights and
     draw the same data.
@@ -107,7 +118,7 @@ def build_parts(
         run.get_entry_point(config, group.world.node_rank),
         config.experiment_settings,
         get_process_devices(group.world),
-        partial(find_training_info, config, run, group),
+        partial(find_training_info, config, run, group, kept),
     )
     require_savable(experiment)
     if group.world.size > 1:
@@ -127,9 +138,11 @@ def prepare_training(
     experiment: Experiment,
     is_placed_by_user: bool,
     kept: KeptTraining | None = None,
+    copied: KeptLoop | None = None,
 ) -> Training:
     """Return a training of the experiment that is ready for its first step, or for the next one
-    where ranks have come from another round with what they have `kept`.
+    where ranks have come from another round: with the state that they have `kept`, or to begin anew
+    with one that they have `copied`.
 
     All ranks run the same numbered steps; the comment at each says why it stands where it stands.
     """
@@ -143,7 +156,12 @@ def prepare_training(
 
     # 2. Create the speed monitor while the model is still as the user gave it: it counts operations
     #    on a copy, which nothing must have wrapped or sharded.
-    speed = create_speed_monitor(experiment, config, group)
+    speed = create_speed_monitor(
+        experiment,
+        config,
+        group,
+        lambda rank, host, factor: record_slow_rank(run, rank, host, factor, heartbeat.step),
+    )
 
     # 3. Place the model. A sharded model stays where it is: step 11 moves it block by block, as the
     #    whole model need not fit one device.
@@ -221,7 +239,9 @@ def prepare_training(
         experiment.state = {**(experiment.state or {}), EMA_NAME: training.average}
     training.first_weights = copy_first_weights(experiment.model)
     training.schedule = LRSchedule(trainer, training.total_steps, experiment)
-    if kept is None:
+    if copied is not None and copied.has_copy:
+        restore_copy(training, copied)
+    elif kept is None:
         restore_snapshot(training, _print_message)
     else:
         _keep_first_values(training, kept)
@@ -247,6 +267,10 @@ def prepare_training(
             experiment, world, device, trainer, precision, heartbeat, get_filler_batch
         )
         replica.capture = _make_capture(training, replica)
+    if trainer.verify_steps is not None:
+        from echelon.train.step_verification import make_step_verifier
+
+        training.verifier = make_step_verifier(training, is_start=kept is None)
     if training.average is not None:
         training.average.begin()
         if evaluator is not None:
@@ -256,8 +280,8 @@ def prepare_training(
     # 12. What the user can get wrong has been checked: announce the run, open
     #     trackers and progress bar.
     if world.rank == 0 and kept is None:
-        opening_line = _format_opening_line(training, stages)
-        training.open_output(output, (opening_line, *_find_notes(training)))
+        opening_lines = (_format_opening_line(training, stages), *_find_notes(training))
+        training.open_output(output, opening_lines if copied is None else ())
     elif kept is not None:
         _take_over_output(training, kept, output)
     training.speed.restart_interval(training.step, training.samples)
@@ -269,7 +293,7 @@ def _take_over_output(t: Training, kept: KeptTraining, output: OutputTee) -> Non
     All ranks take part."""
     is_rank_0 = t.group.world.rank == 0
     if kept.output is not None and is_rank_0:
-        adopt_output(t, kept.output)
+        t.adopt_output(kept.output)
     elif kept.output is not None:
         kept.output.release_output()
     t.group.wait_for_all("free of the run's files", BUILD_TIMEOUT_S)
@@ -376,6 +400,8 @@ def _require_no_own_parts(experiment: Experiment) -> None:
 def _make_capture(t: Training, replica: DDPReplica) -> StepCapture | None:
     """Return the capture of the step as a CUDA graph, where it is wanted and possible."""
     trainer, size = t.config.trainer, t.group.world.size
+    if trainer.verify_steps is not None:  # what it computes is no part of a graph
+        return None
     is_required, steps_left = trainer.capture == "always", t.total_steps - t.step
     if (
         trainer.capture == "never"
@@ -454,6 +480,7 @@ def _shard_training(t: Training, blocks: list[nn.Module], precision: Precision) 
     from echelon.parallel.fsdp_wrap import shard_model
     from echelon.snapshot.distributed_writer import (
         DistributedSnapshotWriter,
+        collect_own_shards,
         collect_shards,
         gather_full_state,
         is_folder_shared,
@@ -479,6 +506,7 @@ def _shard_training(t: Training, blocks: list[nn.Module], precision: Precision) 
         assert evaluator.source is not None
         evaluator.get_filler_batch = FillerBatch(evaluator.source, t.device)
         evaluator.explain_errors = explain_weights_outside_model
+    t.collect_own_parts = collect_own_shards
     if is_folder_shared(run.snapshots_folder, t.group):
         t.collect_state = collect_shards
         writer = t.writer if isinstance(t.writer, SnapshotWriter) else None
@@ -524,6 +552,8 @@ def _find_notes(t: Training) -> Iterator[str]:
         )
     if trainer.precision == "tf32" and t.device.type == "cpu":
         yield "note: trainer.precision=tf32 is for GPUs; on this CPU it is float32"
+    if trainer.verify_steps is not None and trainer.capture == "auto" and t.device.type == "cuda":
+        yield "note: steps that are verified are not captured as a CUDA graph"
     if trainer.compile and t.step < t.total_steps:
         yield "note: the first steps compile the model, which takes a while"
 

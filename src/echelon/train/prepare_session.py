@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from echelon.config.schema import Config, ReplicaConfig, TrainerConfig, flatten
@@ -14,7 +15,10 @@ from echelon.parallel.model_parallel import get_process_devices
 from echelon.parallel.process_group import RankGroup
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.run_folder import Run
+from echelon.snapshot.reader import Snapshot
+from echelon.snapshot.state import broadcast_tree
 from echelon.train.evaluations import Evaluations
+from echelon.train.memory_copies import KeptLoop
 from echelon.train.output_tee import OutputTee
 from echelon.train.prepare import choose_backend
 from echelon.train.restore import BUILD_TIMEOUT_S
@@ -62,10 +66,11 @@ def prepare_session(
     output: OutputTee,
     settings: UsedSettings = SESSION_SETTINGS,
     evaluations: Evaluations | None = None,
+    kept: KeptLoop | None = None,
 ) -> tuple[SessionEngine, dict[str, Any]]:
     """Return the engine of a session whose parts are about to come, and what the snapshot that it
     continues from says of itself. `evaluations` are those of an experiment; a user's loop evaluates
-    by itself.
+    by itself. `kept` is there where the ranks come from another round.
 
     The process group is opened here, because parts are brought to all ranks when they come.
     """
@@ -73,9 +78,30 @@ def prepare_session(
     device = get_process_devices(group.world)[0]
     if group.world.size > 1:
         require_no_process_group()
+    if kept is not None and kept.output is not None and group.world.rank != 0:
+        kept.output.release_output()  # before rank 0 goes on with the files
+        kept.output = None
     group.wait_for_all("built", BUILD_TIMEOUT_S)
     group.init_process_group(choose_backend(device, config.launch.share_devices))
-    snapshot = None
+    if kept is not None and kept.has_copy:
+        info = kept.load_info(group)
+        load_part: Callable[[str], Any] = partial(kept.load_part, group=group)
+    else:
+        info, load_part = _find_snapshot(config, run, group, settings)
+    if evaluations is None:
+        evaluations = Evaluations(None, config.trainer, None, ())
+    engine = SessionEngine(
+        config, run, group, stop, heartbeat, output, device, load_part, info, evaluations, kept
+    )
+    return engine, info
+
+
+def _find_snapshot(
+    config: Config, run: Run, group: RankGroup, settings: UsedSettings
+) -> tuple[dict[str, Any], Callable[[str], Any]]:
+    """Return what the snapshot that the run continues from says of itself, or nothing, and what
+    loads its parts on all ranks. A collective."""
+    snapshot: Snapshot | None = None
     info: dict[str, Any] | None = None
     if group.world.rank == 0:
         # A session never saves weights that are not finite, so what is intact can be used.
@@ -90,13 +116,11 @@ def prepare_session(
                 )
             )
     group.wait_for_all("restored", BUILD_TIMEOUT_S)
-    info = group.broadcast_json(info) or {}
-    if evaluations is None:
-        evaluations = Evaluations(None, config.trainer, None, ())
-    engine = SessionEngine(
-        config, run, group, stop, heartbeat, output, device, snapshot, info, evaluations
-    )
-    return engine, info
+
+    def load_part(name: str) -> Any:
+        return broadcast_tree(None if snapshot is None else snapshot.load_part(name), group)
+
+    return group.broadcast_json(info) or {}, load_part
 
 
 def _require_used_settings(config: Config, settings: UsedSettings) -> None:

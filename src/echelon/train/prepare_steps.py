@@ -12,6 +12,7 @@ from echelon.parallel.model_parallel import get_process_devices
 from echelon.parallel.process_group import RankGroup
 from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.run_folder import Run
+from echelon.train.memory_copies import KeptLoop
 from echelon.train.output_tee import OutputTee
 from echelon.train.prepare_evaluation import (
     make_bad_sample_list,
@@ -50,9 +51,10 @@ def prepare_steps(
     heartbeat: Heartbeat,
     output: OutputTee,
     experiment: Experiment,
+    kept: KeptLoop | None = None,
 ) -> StepLoop:
     """Return the loop of an experiment with a step of its own. It evaluates by itself, as the
-    settings say."""
+    settings say. `kept` is there where the ranks come from another round."""
     devices = get_process_devices(group.world)
     precision = Precision("float32", devices[0])
     bad_samples = make_bad_sample_list(config, run)
@@ -62,7 +64,7 @@ def prepare_steps(
     config = resolve_best(config, evaluator)
     evaluations = make_evaluations(experiment, config, evaluator)
     parts = (config, run, group, stop, heartbeat, output)
-    engine, info = prepare_session(*parts, _STEP_SETTINGS, evaluations)
+    engine, info = prepare_session(*parts, _STEP_SETTINGS, evaluations, kept)
     if config.trainer.compile:
         _compile_models(experiment.model, heartbeat)
     return StepLoop(experiment, engine, info)

@@ -13,16 +13,21 @@ from typing import Any
 
 from torch import Tensor
 
+from echelon.config.schema import Config
 from echelon.data.sharded_stream import find_stream
 from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.experiment.definition import Experiment
 from echelon.experiment.optimizer_flags import OptimizerFlags
 from echelon.parallel.ddp_replica import DDPReplica
+from echelon.parallel.process_group import RankGroup
 from echelon.runs.metrics_file import MetricsLine
 from echelon.snapshot.finite_check import FiniteCheck
 from echelon.snapshot.layout import STATE_PART
 from echelon.snapshot.memory_snapshot import MemorySnapshot
 from echelon.snapshot.state import broadcast_tree, load_model, load_state, seed_all
 from echelon.train.loop import Training
+from echelon.train.memory_copies import MemoryCopies, ShardCopies, WholeCopies
+from echelon.train.step_boundary import StepBoundary
 
 _MEET_TIMEOUT_S = 300.0
 
@@ -48,20 +53,12 @@ class KeptTraining:
         self.snapshot = self.output = None
 
 
-def find_regroup_obstacle(t: Training) -> str | None:
+def find_regroup_obstacle(t: StepBoundary) -> str | None:
     """Return why the ranks of a training cannot go on without one of them; None if they can. A
     collective."""
-    config, experiment, world = t.config, t.experiment, t.group.world
-    if config.replica.kind == "fsdp":
-        return "every rank holds a part of the model (replica.kind=fsdp)"
+    config, world = t.config, t.group.world
     if len(world.devices) > 1:
         return "the model is on several devices"
-    if config.replica.checkpoint:
-        return "its layers are checkpointed (replica.checkpoint)"
-    if find_stream(experiment.train_data) is not None:
-        return "train_data is a stream, whose position is spread over the ranks"
-    if config.trainer.mirror is not None:
-        return "its snapshots are mirrored (trainer.mirror)"
     if world.nodes > 1 and world.size > 1 and not _is_run_folder_shared(t):
         return "not all machines see the run folder"
     if world.devices[0].startswith("cuda") and not config.launch.share_devices:
@@ -69,7 +66,17 @@ def find_regroup_obstacle(t: Training) -> str | None:
     return None
 
 
-def _is_run_folder_shared(t: Training) -> bool:
+def make_copies(config: Config, experiment: Experiment, group: RankGroup) -> MemoryCopies | None:
+    """Return what keeps the state of a training in memory, where that is needed to go on without a
+    rank: for steps of the user's own, models that the ranks hold together, and streams,
+    whose position is spread over the ranks. None where the state itself is whole on every rank."""
+    if config.replica.kind == "fsdp":
+        return ShardCopies(group)
+    is_needed = experiment.step is not None or find_stream(experiment.train_data) is not None
+    return WholeCopies(group) if is_needed else None
+
+
+def _is_run_folder_shared(t: StepBoundary) -> bool:
     # Imported here, as it brings what only sharded models need.
     from echelon.snapshot.distributed_writer import is_folder_shared
 
@@ -136,11 +143,3 @@ def restore_from_ranks(t: Training, kept: KeptTraining) -> None:
     t.saved_step = group.broadcast_json(kept.output.saved_step if kept.output else None)
     # Other numbers than those of the beginning, and than those of the round before.
     seed_all(hash((t.config.seed, t.step, group.world.rank, group.world.size)) % 2**63)
-
-
-def adopt_output(t: Training, old: Training) -> None:
-    """Go on with the trackers, the progress bar and the writer of the training that was left."""
-    t.trackers, t.screen, t.writer, t.mirror = old.trackers, old.screen, old.writer, old.mirror
-    t.unsaved_reason, t.last_snapshot = old.unsaved_reason, old.last_snapshot
-    t.logged_step = old.logged_step
-    old.trackers, old.writer = (), None

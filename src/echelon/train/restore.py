@@ -10,6 +10,7 @@ from echelon.config.schema import Config
 from echelon.data.data_layout import require_same_layout
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.training_info import TrainingInfo, make_training_info
+from echelon.parallel.model_parallel import get_process_devices
 from echelon.parallel.process_group import RankGroup
 from echelon.runs.run_folder import Run
 from echelon.snapshot.finite_check import format_tensor_names
@@ -18,10 +19,14 @@ from echelon.snapshot.reader import Snapshot
 from echelon.snapshot.state import (
     broadcast_tree,
     load_model,
+    load_state,
+    restore_rng_state,
     restore_state,
+    seed_all,
     share_extra_state,
 )
 from echelon.train.loop import Training
+from echelon.train.memory_copies import KeptLoop
 from echelon.train.resume import choose_snapshot, find_resume_position
 from echelon.train.train_data import restore_stream
 
@@ -30,10 +35,14 @@ BUILD_TIMEOUT_S = 3600.0
 same."""
 
 
-def find_training_info(config: Config, run: Run, group: RankGroup) -> TrainingInfo:
+def find_training_info(
+    config: Config, run: Run, group: RankGroup, kept: KeptLoop | None
+) -> TrainingInfo:
     """Return what the experiment may know of its training. All ranks take part: rank 0 alone reads
-    the position in the snapshot that the run will continue from."""
+    the position in the snapshot that the run will continue from, unless that is in memory."""
     world, position = group.world, [0, 0]
+    if kept is not None and kept.has_copy:
+        return make_training_info(config, world.rank, world.size, run.folder, *kept.position)
     if world.rank == 0:
         position = find_resume_position(config, run)
         if group.store is not None:
@@ -42,6 +51,27 @@ def find_training_info(config: Config, run: Run, group: RankGroup) -> TrainingIn
     if world.rank != 0:
         position = json.loads(group.get_value("position"))
     return make_training_info(config, world.rank, world.size, run.folder, *position)
+
+
+def restore_copy(training: Training, kept: KeptLoop) -> None:
+    """Restores state and position from the copy in memory that the ranks have agreed on. A
+    collective."""
+    group, experiment = training.group, training.experiment
+    info = kept.load_info(group)
+
+    def load_part(name: str) -> Any:
+        return kept.load_part(name, group) if name in info["part_names"] else None
+
+    load_model(experiment, load_part("model"))
+    optimizer, own_parts = load_part("optimizer"), load_part(STATE_PART)
+    load_state(experiment, training.optimizer_flags, optimizer, own_parts)
+    rng_rows, world = load_part("rng")["ranks"], group.world
+    if len(rng_rows) == world.size:
+        restore_rng_state(rng_rows[world.rank], *get_process_devices(world))
+    else:  # other numbers than those of the beginning
+        seed_all(hash((training.config.seed, info["step"], world.rank, world.size)) % 2**63)
+    training.restore_progress(info)
+    restore_stream(training.source, info, load_part, group)
 
 
 def restore_snapshot(training: Training, report: Callable[[str], None]) -> None:

@@ -142,6 +142,14 @@ class RunOutput:
         self.close_writer()
         self.close_trackers(ExitCode.OK)
 
+    def adopt_output(self, old: RunOutput) -> None:
+        """Go on with the trackers, the progress bar and the writer of a training that was left."""
+        self.trackers, self.screen, self.writer = old.trackers, old.screen, old.writer
+        self.mirror, self._reported_mirror = old.mirror, old._reported_mirror
+        self.unsaved_reason, self.last_snapshot = old.unsaved_reason, old.last_snapshot
+        self.logged_step = old.logged_step
+        old.trackers, old.writer = (), None
+
     def log_missing_line(self, line: MetricsLine | None) -> None:
         """Give a line to the trackers, unless they have it already."""
         if line is not None and line["step"] > self.logged_step:

@@ -43,8 +43,13 @@ def check_evaluation(t: StepBoundary) -> bool:
 
 
 @contextlib.contextmanager
-def leave_no_trace(model: nn.Module, world: World, device: torch.device) -> Iterator[None]:
-    """Bring back random states and buffers, and let nothing be compiled for these batches."""
+def leave_no_trace(
+    model: nn.Module, world: World, device: torch.device | None = None
+) -> Iterator[None]:
+    """Bring back random states and buffers, and let nothing be compiled for these batches.
+
+    `device`: the one to give memory back to, where batches had another size than those of steps.
+    """
     devices = get_process_devices(world)
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserve_state(model, devices))
@@ -54,5 +59,5 @@ def leave_no_trace(model: nn.Module, world: World, device: torch.device) -> Iter
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", UserWarning)
         yield
-    if device.type == "cuda":
+    if device is not None and device.type == "cuda":
         torch.cuda.empty_cache()  # batches of another size would leave the memory in other pieces

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -26,6 +27,21 @@ from echelon.train.session_agreement import CONTROL_SIZE
 from echelon.train.session_engine import SessionEngine
 
 Rows = TypeVar("Rows")
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _leaving_lost_rounds(method: Method) -> Method:
+    """Let a method of a session end the user's loop where it fails because a rank was lost."""
+
+    @functools.wraps(method)
+    def call(self: Session, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            self._open_engine.leave_lost_round(error)
+            raise
+
+    return call  # type: ignore[return-value]
 
 
 @runtime_checkable
@@ -91,6 +107,8 @@ class Session:
 
     @property
     def _engine(self) -> SessionEngine:
+        if self._open_engine.interruption is not None:
+            raise self._open_engine.interruption
         if self._open_engine.is_over:
             raise EchelonError(
                 Fault(
@@ -140,6 +158,7 @@ class Session:
 
     # --- what is trained ---
 
+    @_leaving_lost_rounds
     def prepare(self, *parts: Any) -> Any:
         """Bring models to this process's device and restore all parts from the snapshot, if the run
         has one. Returns the same objects: one, or a tuple of them.
@@ -170,6 +189,7 @@ class Session:
                 self._engine.parts.add_part("schedule", part)
         return parts[0] if len(parts) == 1 else parts
 
+    @_leaving_lost_rounds
     def register(self, **parts: Stateful) -> None:
         """Save these with every snapshot, and restore them now if the run has one: weight averages,
         replay buffers, counters; anything with `state_dict` and `load_state_dict`.
@@ -212,6 +232,7 @@ class Session:
 
     # --- the loop ---
 
+    @_leaving_lost_rounds
     def batches(
         self,
         data: Any,
@@ -237,6 +258,7 @@ class Session:
         """
         return self._engine.open_batches(data, batch_size, epochs, steps, **loader)
 
+    @_leaving_lost_rounds
     def steps(self, count: int | None = None) -> Iterator[int]:
         """Yield the numbers of `count` iterations that need no data, from 1; default:
         trainer.steps. For the rest it is as `batches`."""
@@ -258,6 +280,7 @@ class Session:
         self._engine.host_calls.add("session.eval_batches")
         return self._engine.iter_eval_batches(data, batch_size, collate_fn)
 
+    @_leaving_lost_rounds
     def backward(self, loss: Tensor, count: float | Tensor | None = None) -> None:
         """Compute gradients of a loss that is a mean over this process's share of the batch.
 
@@ -450,6 +473,7 @@ class Session:
         if media:
             self._engine.log_media(media)
 
+    @_leaving_lost_rounds
     def best(self, higher_is_better: bool | None = None, **value: float | Tensor) -> bool:
         """Log the result of an evaluation, and mark this iteration's snapshot where it is the best
         so far. Returns whether it is. Every process gives the same number; rank 0's counts.
@@ -487,6 +511,7 @@ class Session:
         self._engine.host_calls.add("session.stop")
         self._engine.agreement.request_finish()
 
+    @_leaving_lost_rounds
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows of all processes' shares as one tensor; gradients flow back through it.
 

@@ -19,8 +19,8 @@ from echelon.train.loop_exit import LoopExit
 from echelon.train.minute_timers import MinuteTimers
 from echelon.train.stop_signals import StopSignals
 
-CONTROL_SIZE = 5
-_STOP, _SAVE, _EVALUATE, _FINISH, _CLOCK = range(CONTROL_SIZE)
+CONTROL_SIZE = 7
+_STOP, _SAVE, _EVALUATE, _FINISH, _REGROUP, _COPY, _CLOCK = range(CONTROL_SIZE)
 _NO_REQUESTS = [0.0] * CONTROL_SIZE
 _MAX_CLOCK_S = 10_000.0
 """More would not fit into float16, in which the gradients may be. The rest follows."""
@@ -52,6 +52,10 @@ class SessionAgreement:
     ) -> None:
         self._group, self._stop, self._timers = group, stop, timers
         self._loop_exit = loop_exit
+        self.is_round_planned: Callable[[], bool] = lambda: False
+        """Whether the agents ask the ranks to go over to another round."""
+        self.is_copy_due: Callable[[], bool] = lambda: False
+        """Whether it is time to copy the state into memory; rank 0's answer counts."""
         self._wants_finish = False
         self._control: list[float] | None = None
         """What was asked for before the end of this iteration's first backward pass."""
@@ -101,7 +105,9 @@ class SessionAgreement:
             agreed[_STOP] = self._stop.is_requested
         if not any(agreed[:_CLOCK]):  # as in nearly every iteration
             return _NOTHING_AGREED
-        requests = StepRequests(*map(bool, agreed[:_FINISH]))
+        stop, save, evaluate = map(bool, agreed[:_FINISH])
+        regroup, copy = bool(agreed[_REGROUP]), bool(agreed[_COPY])
+        requests = StepRequests(stop, save, evaluate, regroup=regroup, copy=copy)
         return AgreedRequests(requests, bool(agreed[_FINISH]))
 
     def has_time_passed(self, minutes: float) -> bool:
@@ -112,9 +118,10 @@ class SessionAgreement:
     def _collect_control(self) -> list[float]:
         """Return what this rank asks for: with a signal, which may reach any rank, and the timers
         and the clock of rank 0."""
-        passed_s = 0.0
+        passed_s, copies = 0.0, False
         if self._group.world.rank == 0:
+            copies = self.is_copy_due()
             # Since what all ranks have: so nothing adds up that was lost to a short dtype.
             passed_s = min(_MAX_CLOCK_S, time.monotonic() - self._begun_s - self.clock_s)
         flags = (self._stop.is_requested, *self._timers.take_due(), self._wants_finish)
-        return [*map(float, flags), passed_s]
+        return [*map(float, flags), float(self.is_round_planned()), float(copies), passed_s]

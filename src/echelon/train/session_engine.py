@@ -25,7 +25,6 @@ from echelon.runs.heartbeat import Heartbeat
 from echelon.runs.metrics_file import MetricsLine
 from echelon.runs.metrics_summary import NOT_METRICS
 from echelon.runs.run_folder import Run
-from echelon.snapshot.reader import Snapshot
 from echelon.snapshot.state import pack_rng_state, restore_rng_state, seed_all
 from echelon.tracking.tracker import is_better
 from echelon.train.evaluations import Evaluations
@@ -36,15 +35,17 @@ from echelon.train.loop_arguments import (
 )
 from echelon.train.loop_exit import LoopExit
 from echelon.train.media import Media, MediaError, encode_media
+from echelon.train.memory_copies import KeptLoop
 from echelon.train.minute_timers import MinuteTimers
 from echelon.train.output_tee import OutputTee
 from echelon.train.prepare_evaluation import make_bad_sample_list
+from echelon.train.round_end import RoundLost, is_round_end
 from echelon.train.same_data_check import COMPARE_TIMEOUT_S, require_same_data
 from echelon.train.session_agreement import SessionAgreement
 from echelon.train.session_metrics import MetricSums, RankSums
 from echelon.train.session_parts import RNG_PART, SessionParts
 from echelon.train.session_shares import Share, fill_share, iter_eval_shares, open_loop_data
-from echelon.train.step_boundary import StepBoundary
+from echelon.train.step_boundary import RegroupRequested, StepBoundary
 from echelon.train.stop_signals import StopSignals
 from echelon.train.train_data import (
     collect_stream_state,
@@ -64,7 +65,8 @@ class SessionEngine(StepBoundary):
     """The state of a session on one rank; the public class `Session` talks to the user."""
 
     is_over = False
-    """Whether the block of a script's session has ended, so that nothing can be asked for."""
+    """Whether the block of a script's session or the round of a function's has ended, so that
+    nothing can be asked for."""
     flush_metrics: Callable[[], None] | None = None
     """Adds to the metrics what a captured step has kept on the device."""
 
@@ -77,9 +79,10 @@ class SessionEngine(StepBoundary):
         heartbeat: Heartbeat,
         output_tee: OutputTee,
         device: torch.device,
-        snapshot: Snapshot | None,
+        load_part: Callable[[str], Any],
         info: dict[str, Any],
         evaluations: Evaluations,
+        kept: KeptLoop | None = None,
     ) -> None:
         super().__init__(
             config=config,
@@ -91,10 +94,13 @@ class SessionEngine(StepBoundary):
         )
         if info:
             self.restore_progress(info)
-        self.parts = SessionParts(
-            group, snapshot, info, takes_new_settings=config.trainer.resume not in ("auto", "never")
-        )
+        is_own = info.get("is_in_memory") or config.trainer.resume in ("auto", "never")
+        self.parts = SessionParts(group, load_part, info, takes_new_settings=not is_own)
         self._snapshot_info = info
+        self._kept = kept
+        self.interruption: BaseException | None = None
+        """Why the loop was left, if its round is over."""
+        self.on_loop_begun: Callable[[], None] = lambda: None
         self.is_finished = bool(info.get("is_finished", False))
         self._output_tee = output_tee
         self.metrics = MetricSums()
@@ -164,14 +170,14 @@ class SessionEngine(StepBoundary):
         if steps is None and epochs is None:
             steps, epochs = trainer.steps, trainer.epochs
         require_steps(source, steps, "set trainer.steps, or give session.batches(data, steps=…)")
-        restore_stream(source, self._snapshot_info, self.parts.load_extra_part, self.group)
+        restore_stream(source, self._snapshot_info, self.parts.load_part, self.group)
         self._begin_loop(
             self.count_total_steps(steps, epochs),
             f" over {loop_data.description}",
             find_stream_notes(source, trainer),
         )
         shares = (fill_share(source, *batch, self.device) for batch in self.iter_batches())
-        return _Iterations(self._run_loop(shares))
+        return _Iterations(self, self._run_loop(shares))
 
     def open_steps(self, count: int | None) -> Iterator[int]:
         """Yield the numbers of iterations; see `Session.steps`."""
@@ -186,7 +192,7 @@ class SessionEngine(StepBoundary):
         self._begin_loop(steps)
         world = self.group.world.size
         shares = (Share(n + 1, 1, world) for n in range(self.step, steps))
-        return _Iterations(self._run_loop(shares))
+        return _Iterations(self, self._run_loop(shares))
 
     def iter_eval_batches(
         self,
@@ -195,11 +201,15 @@ class SessionEngine(StepBoundary):
         collate_fn: Callable[[list[Any]], Any] | None,
     ) -> Iterator[Any]:
         """Yield this rank's share of every batch, in order; see `Session.eval_batches`."""
-        if not self._has_compared_eval_data:
-            self._has_compared_eval_data = True
-            require_same_data(self.group, None, **{"the data of eval_batches": data})
-        self.begin_message("session.eval_batches")
-        self._share_buffers()  # what is evaluated is what is saved
+        try:
+            if not self._has_compared_eval_data:
+                self._has_compared_eval_data = True
+                require_same_data(self.group, None, **{"the data of eval_batches": data})
+            self.begin_message("session.eval_batches")
+            self._share_buffers()  # what is evaluated is what is saved
+        except Exception as error:
+            self.leave_lost_round(error)
+            raise
         self.heartbeat.suspend()
         world, bad_samples = self.group.world, self._bad_samples
         shares = iter_eval_shares(
@@ -223,21 +233,32 @@ class SessionEngine(StepBoundary):
         self.parts.begin_loop()
         self.total_steps = total_steps
         # From here on every rank draws its own random numbers, for dropout and the like.
-        seed_all(self.config.seed + 1 + self.group.world.rank)
+        rank, size = self.group.world.rank, self.group.world.size
+        seed_all(self.config.seed + 1 + rank)
         rows = self.parts.load_rng_rows()
-        if rows is not None and len(rows) == self.group.world.size:  # another number draws anew
-            restore_rng_state(rows[self.group.world.rank], self.device)
-        if self.group.world.rank == 0:
-            size, steps = self.group.world.size, format_count(total_steps, "step")
+        if rows is not None and len(rows) == size:
+            restore_rng_state(rows[rank], self.device)
+        elif self._kept is not None:  # other numbers than those of the beginning
+            seed_all(hash((self.config.seed, self.step, rank, size)) % 2**63)
+        if rank == 0:
             where = f"{size} processes ({self.device.type})" if size > 1 else "one process"
-            self.open_writer()
-            opening_line = f"run {self.run.name}: {steps}{what} on {where}"
-            self.open_output(self._output_tee, (opening_line, *notes))
-            self.start_mirror()
+            steps = format_count(total_steps, "step")
+            self._open_files((f"run {self.run.name}: {steps}{what} on {where}", *notes))
         self.heartbeat.step = self.step
         self._line_begun = (time.monotonic(), self.step, self.samples)
         self.agreement.start_clock()
         self._loop_exit.start_watching()
+        self.on_loop_begun()
+
+    def _open_files(self, opening_lines: Iterable[str]) -> None:
+        """Open writer and trackers, or go on with those of the round before."""
+        if self._kept is not None and self._kept.output is not None:
+            self.adopt_output(self._kept.output)
+            self._kept.output = None
+        else:
+            self.open_writer()
+            self.open_output(self._output_tee, opening_lines if self._kept is None else ())
+            self.start_mirror()
 
     def _run_loop(self, shares: Iterator[Share]) -> Iterator[Any]:
         """Yield the data of the shares; what follows a `yield` is the end of an iteration.
@@ -276,6 +297,31 @@ class SessionEngine(StepBoundary):
             self._loop_exit.go_on(self.step)
         self._share_buffers()
         return requests
+
+    def leave_lost_round(self, error: BaseException) -> None:
+        """Raise RoundLost in the place of an error that this rank meets because another one is
+        lost. What is asked of the session from then on raises it again."""
+        if self.copies is None or not is_round_end(error):
+            return
+        if not isinstance(error, (RegroupRequested, RoundLost)):
+            lost = RoundLost()
+            lost.__cause__, error = error, lost
+        self.interruption = error
+        self._loop_exit.stop_watching()
+        raise error
+
+    def take_part_in_rounds(
+        self, is_round_planned: Callable[[], bool], confirm_round: Callable[[], None]
+    ) -> None:
+        assert self.copies is not None
+        self.agreement.is_copy_due = self.copies.is_due
+        self.agreement.is_round_planned = is_round_planned
+        self.on_loop_begun = confirm_round
+
+    def leave_round(self) -> None:
+        self.is_over = True
+        self._loop_exit.stop_watching()
+        super().leave_round()
 
     def _share_buffers(self) -> None:
         """Give all ranks the buffers of rank 0, such as the statistics of batch norms."""
@@ -460,12 +506,12 @@ class SessionEngine(StepBoundary):
         if self.group.world.size == 1 or waited_s >= _LINES_INTERVAL_S:
             self._write_lines()
 
-    def _write_lines(self) -> list[RankSums]:
-        """Write all lines that are due; return on rank 0 what each rank has logged since. A
-        collective."""
+    def _write_lines(self, to_all: bool = False) -> list[RankSums]:
+        """Write all lines that are due; return on rank 0, or on all ranks, what each rank has
+        logged since. A collective."""
         if self.flush_metrics is not None:
             self.flush_metrics()
-        gathered = self.metrics.gather(self.group)
+        gathered = self.metrics.gather(self.group, to_all)
         self._lines_written_s = self.agreement.clock_s
         due, self._due_lines = self._due_lines, []
         sums = iter(gathered.lines)
@@ -505,10 +551,19 @@ class SessionEngine(StepBoundary):
     def collect_parts(self) -> dict[str, Any]:
         """Return the state of all parts, which rank 0 writes."""
         self.parts.require_savable(self.step)
-        rng_rows = self.group.gather(pack_rng_state(self.device))
-        self._saved_metrics = self._write_lines()
-        stream_state = collect_stream_state(self.source, self.samples, self.group)
-        if self.group.world.rank != 0:
+        return self._collect_parts()
+
+    def collect_copy(self) -> dict[str, Any]:
+        """Return the state of all parts, which every rank keeps."""
+        return self._collect_parts(to_all=True)
+
+    def _collect_parts(self, to_all: bool = False) -> dict[str, Any]:
+        """Return the state of all parts, on rank 0 or on all ranks. A collective: what every rank
+        has of its own comes together."""
+        rng_rows = self.group.gather(pack_rng_state(self.device), to_all)
+        self._saved_metrics = self._write_lines(to_all)
+        stream_state = collect_stream_state(self.source, self.samples, self.group, to_all)
+        if not rng_rows:
             return {}
         return (
             self.parts.collect_state() | stream_state | {RNG_PART: {"ranks": torch.stack(rng_rows)}}
@@ -531,6 +586,8 @@ class SessionEngine(StepBoundary):
     def finish(self, what_ended: str) -> None:
         """End a session whose function has returned, or whose block was left, perhaps from within
         its loop: then it is finished, and the iteration counts if it made a step."""
+        if self.interruption is not None:  # which the function has caught
+            raise self.interruption
         if not self.parts.is_complete:
             raise EchelonError(
                 Fault(
@@ -580,8 +637,8 @@ class _DueLine(NamedTuple):
 class _Iterations(Iterator[Any]):
     """What a loop iterates over. A second `for` over it would train nothing, so it is refused."""
 
-    def __init__(self, iterations: Iterator[Any]) -> None:
-        self._iterations = iterations
+    def __init__(self, engine: SessionEngine, iterations: Iterator[Any]) -> None:
+        self._engine, self._iterations = engine, iterations
         self._is_over = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -594,6 +651,9 @@ class _Iterations(Iterator[Any]):
             return next(self._iterations)
         except StopIteration:
             self._is_over = True
+            raise
+        except BaseException as error:
+            self._engine.leave_lost_round(error)
             raise
 
 

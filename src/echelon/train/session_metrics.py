@@ -60,12 +60,12 @@ class MetricSums:
         self._line_sums.append(self._sums)
         self._sums = {}
 
-    def gather(self, group: RankGroup) -> GatheredSums:
-        """Return the sums of all ranks on rank 0, and nothing on other ranks. A collective: one for
-        all lines that are due."""
+    def gather(self, group: RankGroup, to_all: bool = False) -> GatheredSums:
+        """Return the sums of all ranks on rank 0, or on all ranks, and nothing elsewhere. A
+        collective: one for all lines that are due."""
         own = [_read_sums(sums) for sums in (*self._line_sums, self._sums)]
         self._line_sums = []
-        of_ranks = [own] if group.world.size == 1 else group.gather_json(own)
+        of_ranks = [own] if group.world.size == 1 else group.gather_json(own, to_all)
         if not of_ranks:
             return GatheredSums([], [])
         *lines, rest = zip(*of_ranks, strict=True)

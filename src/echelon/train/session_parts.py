@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,10 +22,8 @@ from echelon.experiment.trained_parameters import (
 )
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
 from echelon.snapshot.finite_check import are_all_finite
-from echelon.snapshot.reader import Snapshot
 from echelon.snapshot.staging_buffer import find_unsavable_values
 from echelon.snapshot.state import (
-    broadcast_tree,
     find_differing_state,
     find_extra_state_faults,
     require_equal_state,
@@ -40,21 +38,22 @@ _OWN_PARTS = {RNG_PART: "the random numbers", STREAM_PART: "the positions of a s
 class SessionParts:
     """The parts by name, in the order in which they came.
 
-    A part is restored when it comes, if the run continues from a snapshot: rank 0 has read it, and
-    the others receive it.
+    A part is restored when it comes, if the run continues from a snapshot: one rank has it, and the
+    others receive it.
     """
 
     def __init__(
         self,
         group: RankGroup,
-        snapshot: Snapshot | None,
+        load_part: Callable[[str], Any],
         info: Mapping[str, Any],
         takes_new_settings: bool,
     ) -> None:
-        """`info` is that of the snapshot, or empty. `takes_new_settings` is set for a snapshot that
-        a person gave by its path: then learning rates and the like that the loop has changed since
-        win over those in the snapshot."""
-        self._group, self._snapshot = group, snapshot
+        """`load_part`, a collective, returns a part of the snapshot, and `info` is that of it, or
+        empty. `takes_new_settings` is set for a snapshot that a person gave by its path: then
+        learning rates and the like that the loop has changed since win over those in the
+        snapshot."""
+        self._group, self.load_part = group, load_part
         self._saved_parts: list[str] = info.get("parts", [])
         self._step = int(info.get("step", 0))
         self._saved_settings: Mapping[str, Any] = info.get("optimizer_settings", {})
@@ -138,8 +137,7 @@ class SessionParts:
         if isinstance(part, torch.optim.Optimizer):
             self.optimizer_settings[key] = _read_group_settings(part)
         if key in self._saved_parts:
-            state = self._snapshot.load_part(key) if self._snapshot is not None else None
-            _load_part(key, part, broadcast_tree(state, self._group), self._step)
+            _load_part(key, part, self.load_part(key), self._step)
             if self._takes_new_settings and isinstance(part, torch.optim.Optimizer):
                 self._apply_new_settings(key, part)
 
@@ -233,13 +231,8 @@ class SessionParts:
         """Return the random states of the ranks that saved the snapshot; None without one."""
         if not self._saved_parts:
             return None
-        rows: Tensor = self.load_extra_part(RNG_PART)["ranks"]
+        rows: Tensor = self.load_part(RNG_PART)["ranks"]
         return rows
-
-    def load_extra_part(self, name: str) -> Any:
-        """Return a part of the snapshot that no part of the loop is restored from. A collective."""
-        part = self._snapshot.load_part(name) if self._snapshot is not None else None
-        return broadcast_tree(part, self._group)
 
     def collect_state(self) -> dict[str, Any]:
         """Return the state of every part."""

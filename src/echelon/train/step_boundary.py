@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from echelon.snapshot.writer import SnapshotWriter
 from echelon.tracking.create import create_trackers
 from echelon.tracking.progress import create_progress_display
 from echelon.train.evaluations import Evaluations
+from echelon.train.memory_copies import MemoryCopies
 from echelon.train.output_tee import OutputTee
 from echelon.train.run_output import RunOutput
 from echelon.train.train_data import describe_stream
@@ -52,6 +54,8 @@ class StepBoundary(RunOutput, ABC):
     plan: EpochPlan | None = None
     """Which batches every epoch has."""
     profile: StepProfiler | None = None
+    copies: MemoryCopies | None = None
+    """Of the state, in memory, where the ranks would go back to one if another was lost."""
     on_first_step: Callable[[], None] | None = None
     """Called once, on rank 0, after the first step of this start."""
     resumed_step: int = 0
@@ -89,8 +93,13 @@ class StepBoundary(RunOutput, ABC):
             self.evaluate()
         if requests.stop and not self.is_finished:
             raise TrainingStopped
-        if requests.regroup and self.step < self.total_steps and not self.is_finished:
-            raise RegroupRequested
+        if self.step < self.total_steps and not self.is_finished:
+            if self.copies is not None and (requests.copy or requests.regroup):
+                is_kept = self._keep_copy(self.copies)
+                if requests.regroup and not is_kept:
+                    self.save()
+            if requests.regroup:
+                raise RegroupRequested
 
     # --- what differs between loops ---
 
@@ -112,6 +121,10 @@ class StepBoundary(RunOutput, ABC):
         """Return the parts of a snapshot that this rank writes. All ranks take part."""
 
     @abstractmethod
+    def collect_copy(self) -> dict[str, Any]:
+        """Return the parts of a copy in memory that this rank keeps. All ranks take part."""
+
+    @abstractmethod
     def describe_state(self) -> dict[str, Any]:
         """Return what a snapshot says of its parts, besides what all snapshots say."""
 
@@ -131,6 +144,8 @@ class StepBoundary(RunOutput, ABC):
         """Continue from the snapshot with this `info`: its step, position in the data and best
         value."""
         self.step = self.saved_step = self.resumed_step = int(info["step"])
+        if info.get("is_in_memory"):
+            self.saved_step = None  # what a lost rank 0 was writing may be nowhere
         self.samples, self.best_value = int(info["samples"]), info["best"]
 
     def count_total_steps(self, steps: int | None, epochs: int | None) -> int:
@@ -189,6 +204,21 @@ class StepBoundary(RunOutput, ABC):
             self.source.close()
         self.evaluations.close_source()
 
+    # --- rounds ---
+
+    @abstractmethod
+    def take_part_in_rounds(
+        self, is_round_planned: Callable[[], bool], confirm_round: Callable[[], None]
+    ) -> None:
+        """Copy the state into memory from now on, look for planned rounds, and confirm this one
+        when the loop begins."""
+
+    def leave_round(self) -> None:
+        """Give up a loop whose round is over."""
+        self.close_sources()
+        if self.profile is not None:
+            self.profile.discard_profile()
+
     # --- what is due ---
 
     def is_due(self, every: Interval, next_steps: int = 0, next_samples: int = 0) -> bool:
@@ -241,6 +271,14 @@ class StepBoundary(RunOutput, ABC):
         self.saved_step = self.step  # not before: a rank may be lost while the state is collected
         self.is_best = False
         self.heartbeat.beat()
+
+    def _keep_copy(self, copies: MemoryCopies) -> bool:
+        """Copy the state into the memory of the ranks; return whether there is room for it. All of
+        them take part."""
+        begun_s = time.monotonic()
+        parts = self.collect_copy()
+        in_memory = {"is_in_memory": True, "folder": self.last_snapshot, "part_names": [*parts]}
+        return copies.keep(self.describe_snapshot() | in_memory, parts, begun_s)
 
     def describe_snapshot(self) -> dict[str, Any]:
         """Return what a snapshot says about itself."""

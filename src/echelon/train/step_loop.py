@@ -56,6 +56,7 @@ class StepLoop:
         engine = self.engine
         self._prepare_parts()
         is_own_snapshot = engine.config.trainer.resume in ("auto", "never")
+        is_own_snapshot |= self._snapshot_info.get("is_in_memory", False)
         engine.evaluations.restore(self._snapshot_info, is_own_snapshot)
         batches = self._open_batches()
         for schedule in self._schedules:

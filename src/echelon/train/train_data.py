@@ -150,17 +150,17 @@ def find_stream_notes(source: BatchSource, trainer: TrainerConfig) -> Iterator[s
 
 
 def collect_stream_state(
-    source: BatchSource | None, samples: int, group: RankGroup
+    source: BatchSource | None, samples: int, group: RankGroup, to_all: bool = False
 ) -> dict[str, Any]:
-    """Return the part of a snapshot with the positions of all shards, on rank 0; nothing on other
-    ranks, and for data with a length. A collective."""
+    """Return the part of a snapshot with the positions of all shards, on rank 0 or on all ranks;
+    nothing elsewhere, and for data with a length. A collective."""
     if not isinstance(source, StreamSource):
         return {}
     own = {
         shard: [*position[:-1], to_plain_tree(position.state, (STREAM_PART, shard))]
         for shard, position in source.collect_positions(samples).items()
     }
-    of_ranks = [unpack_tree(row) for row in group.gather(pack_tree(own))]
+    of_ranks = [unpack_tree(row) for row in group.gather(pack_tree(own), to_all)]
     if not of_ranks:
         return {}
     merged = {shard: position for found in of_ranks for shard, position in found.items()}

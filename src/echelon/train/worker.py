@@ -11,12 +11,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from echelon.config.schema import Config
 from echelon.config.validate import (
@@ -26,6 +28,7 @@ from echelon.config.validate import (
 )
 from echelon.data.loader_errors import explain_dead_loader, remove_death_signal
 from echelon.errors import EchelonError, ExitCode, Fault, TransientError
+from echelon.experiment.definition import Experiment
 from echelon.experiment.error_hints import (
     explain_batch_error,
     explain_process_group_error,
@@ -35,22 +38,31 @@ from echelon.experiment.loading import call_function, takes_session
 from echelon.experiment.loss_check import PartInputError
 from echelon.experiment.training_info import find_info_parameter
 from echelon.gpus import count_visible_gpus
+from echelon.object_store.urls import is_url
 from echelon.parallel.join_world import join_world, publish_failure_to_agent
+from echelon.parallel.model_parallel import get_process_devices
 from echelon.parallel.process_group import RankGroup
 from echelon.parallel.round_membership import RoundMembership
-from echelon.parallel.store import PeerFailedError, StoreLostError
+from echelon.parallel.store import PeerFailedError
 from echelon.runs import failure as failures
 from echelon.runs.accounting import account_for_run
 from echelon.runs.create import create_run, find_restarted_run, get_launch_id
-from echelon.runs.failure import SUPERSEDED_ROUND, Failure
+from echelon.runs.failure import Failure
 from echelon.runs.heartbeat import Heartbeat
-from echelon.runs.history import read_history, record_start, record_stop, record_training
+from echelon.runs.history import (
+    read_history,
+    record_return,
+    record_start,
+    record_stop,
+    record_training,
+)
 from echelon.runs.latest import record_first_step
 from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
 from echelon.runs.submitted_run import get_submitted_run, take_submitted_run
 from echelon.runs.writer import claim_run_folder, release_run_folder, start_writer_beats
 from echelon.snapshot.mirror import SnapshotMirror
+from echelon.snapshot.state import pack_rng_state, restore_rng_state
 from echelon.tracking.summary import (
     TrainingProgress,
     format_effective_time,
@@ -59,12 +71,19 @@ from echelon.tracking.summary import (
     suggest_resume,
 )
 from echelon.train.loop import Training, train
+from echelon.train.memory_copies import KeptLoop, MemoryCopies, WholeCopies
 from echelon.train.mirroring import FAILED_LIMIT_S, begin_mirror, get_close_limit_s
 from echelon.train.output_tee import OutputTee
 from echelon.train.prepare import build_parts, load_training_function, prepare_training
 from echelon.train.prepare_session import prepare_session
 from echelon.train.prepare_steps import prepare_steps
-from echelon.train.regroup import KeptTraining, find_regroup_obstacle, leave_training
+from echelon.train.regroup import (
+    KeptTraining,
+    find_regroup_obstacle,
+    leave_training,
+    make_copies,
+)
+from echelon.train.round_end import RoundLost, is_round_end
 from echelon.train.sanity_check import check_evaluation
 from echelon.train.session import Session
 from echelon.train.session_engine import SessionEngine
@@ -74,6 +93,8 @@ from echelon.train.stop_signals import StopSignals
 from echelon.utils.streams import use_tolerant_streams
 from echelon.world import World, detect
 
+Prepare = Callable[["KeptLoop | None"], "tuple[Training | SessionEngine, Callable[[], None]]"]
+"""Return a training and its loop; what is kept is given where ranks come from another round."""
 _NEXT_ROUND_TIMEOUT_S = 20.0
 """How long a rank that has lost its peers waits for the agents to say how it goes on."""
 _CAUSE_TIMEOUT_S = 5.0
@@ -135,6 +156,8 @@ class RankWorker:
         self.mirror: SnapshotMirror | None = None
         self.has_left_group = False
         """Whether the other ranks have left and no longer read the store."""
+        self._rng_state: Tensor | None = None
+        """The random state in which code of the user is called, in every round."""
         self._began = (0, 0.0)
         """The step and the time at which the training began."""
 
@@ -145,6 +168,8 @@ class RankWorker:
             world = self.begin(find_run)
             assert self.run is not None
             function = load_training_function(self.config, self.run, world)
+            if self.rounds is not None:
+                self._rng_state = pack_rng_state(*get_process_devices(world))
             if takes_session(function):
                 outcome = self._run_session(function, world)
             else:
@@ -185,10 +210,10 @@ class RankWorker:
     def _open_rounds(self, group: RankGroup) -> RoundMembership | None:
         """Return this rank's part in the rounds of its world; None where it is alone, or lost ranks
         are not replaced."""
-        if not isinstance(group.store, dist.PrefixStore) or not self.config.launch.max_replacements:
+        if group.store is None or not self.config.launch.max_replacements:
             return None
-        store = group.store.underlying_store
         assert self.run is not None
+        store = group.store.root
         heartbeat, limit_s = self.heartbeat, group.timeout_s
         file = self.run.get_round_file(group.world.node_rank)
         return RoundMembership(store, group.world, os.environ, limit_s, heartbeat, file)
@@ -232,20 +257,58 @@ class RankWorker:
         """Train the experiment that the function builds; returns how it ended."""
         assert self.run is not None
         assert self.group is not None
-        experiment, is_placed_by_user = build_parts(self.config, self.run, self.group, function)
-        parts = (self.config, self.run, self.group, self.stop, self.heartbeat, self.output)
-        if experiment.step is not None:
-            loop = prepare_steps(*parts, experiment)
-            self._begin_loop(loop.engine)
-            return self._run_loop(loop.run)
-        kept = self._join_as_replacement()
+        built = build_parts(self.config, self.run, self.group, function)
+        if (copies := make_copies(self.config, built[0], self.group)) is not None:
+            return self._run_in_rounds(partial(self._prepare_anew, function, [built]), copies)
+        experiment, is_placed_by_user = built
+        kept = KeptTraining() if self._join_as_replacement() else None
         while True:
-            parts = (self.config, self.run, self.group, self.stop, self.heartbeat, self.output)
-            prepare = partial(prepare_training, *parts, experiment, is_placed_by_user, kept)
+            prepare = partial(
+                prepare_training, *self._rank_parts, experiment, is_placed_by_user, kept
+            )
             try:
                 return self._train_in_round(prepare, kept)
             except BaseException as error:
-                kept = self._leave_round(error, kept)
+                kept = self._leave_training(error, kept)
+
+    @property
+    def _rank_parts(
+        self,
+    ) -> tuple[Config, Run, RankGroup, StopSignals, Heartbeat, OutputTee]:
+        """What every kind of training is prepared with."""
+        assert self.run is not None
+        assert self.group is not None
+        config = self.config
+        if self.group.world.size == 1 and self.rounds is not None:
+            # What is left of a world that has shared a model: this process has all of it.
+            config = replace(config, replica=replace(config.replica, kind="ddp"))
+        return (config, self.run, self.group, self.stop, self.heartbeat, self.output)
+
+    def _prepare_anew(
+        self,
+        function: Callable[..., Any],
+        built: list[tuple[Experiment, bool]],
+        kept: KeptLoop | None,
+    ) -> tuple[Training | SessionEngine, Callable[[], None]]:
+        """Return the training of an experiment and its loop. After the first round it is built
+        anew: a model may be cut into shards for other ranks, and code of the user has seen steps
+        that are made again."""
+        assert self.run is not None
+        assert self.group is not None
+        if kept is None:
+            experiment, is_placed_by_user = built.pop()
+        else:
+            built.clear()
+            experiment, is_placed_by_user = build_parts(
+                self.config, self.run, self.group, function, kept
+            )
+        if experiment.step is not None:
+            loop = prepare_steps(*self._rank_parts, experiment, kept)
+            return loop.engine, loop.run
+        training = prepare_training(*self._rank_parts, experiment, is_placed_by_user, copied=kept)
+        if kept is None and check_evaluation(training):
+            training.speed.restart_interval(training.step, training.samples)
+        return training, partial(train, training)
 
     def _train_in_round(
         self, prepare: Callable[[], Training], kept: KeptTraining | None
@@ -255,13 +318,9 @@ class RankWorker:
         training = self.training = prepare()
         if kept is not None:
             kept.forget()
-        if kept is None:
-            if check_evaluation(training):
-                training.speed.restart_interval(training.step, training.samples)
-            self._begin_loop(training)
-        elif not self._began[1] and self.rank == 0:
-            phase = read_history(training.run, is_running=True).phases[-1]
-            self._began = (phase.first_step or 0, time.monotonic() - phase.trained_s)
+        if kept is None and check_evaluation(training):
+            training.speed.restart_interval(training.step, training.samples)
+        self._begin_loop(training, is_first=kept is None)
         if (rounds := self.rounds) is not None:
             training.is_round_planned = lambda: rounds.is_round_planned
             if find_regroup_obstacle(training) is None:
@@ -282,71 +341,144 @@ class RankWorker:
                 raise
         self.has_left_group = True
 
-    def _join_as_replacement(self) -> KeptTraining | None:
-        """Wait for the round that a process belongs to which replaces a lost rank; returns None for
-        any other."""
+    def _run_in_rounds(self, prepare: Prepare, copies: MemoryCopies) -> ExitCode:
+        """Run a loop to its end; returns how it ended. In every round it is prepared anew, and
+        continues from the newest copy in the memory of the ranks."""
+        kept = KeptLoop(copies)
+        self._join_as_replacement()
+        while True:
+            try:
+                return self._run_loop_in_round(prepare, kept)
+            except BaseException as error:
+                self._leave_loop(error, kept)
+
+    def _run_loop_in_round(self, prepare: Prepare, kept: KeptLoop) -> ExitCode:
+        assert self.run is not None
+        assert self.group is not None
+        self.training = None
+        is_first = self.rounds is None or self.rounds.round.number == 0
+        if not is_first:
+            kept.agree_on_copy(self.config, self.run, self.group)
+            if self.rank == 0 and not kept.has_copy and is_url(self.config.trainer.resume):
+                self.config, self.mirror = begin_mirror(self.config, self.run, _print_message)
+        training, run_loop = prepare(None if is_first else kept)
+        self._begin_loop(training, is_first)
+        if self.rank == 0 and kept.left_step > training.step:
+            record_return(self.run, kept.left_step, training.step)
+            if kept.has_copy:  # otherwise it is said that the run resumes
+                _print_message(f"going back to step {training.step}, which is in memory")
+        if (rounds := self.rounds) is not None and find_regroup_obstacle(training) is None:
+            kept.copies.begin_round(training.group)
+            training.copies = kept.copies
+            training.take_part_in_rounds(lambda: rounds.is_round_planned, rounds.confirm_round)
+        outcome = self._run_loop(run_loop)
+        self._end_round(training.group)
+        return outcome
+
+    def _join_as_replacement(self) -> bool:
+        """Wait for the round that a process belongs to which replaces a lost rank; returns whether
+        this is one."""
         if self.rounds is None or not self.rounds.is_replacement:
-            return None
+            return False
         assert self.run is not None
         if self.rank == 0:
             self.output.log_to(self.run.get_rank_log_file(0))
         self._enter_group(self.rounds.wait_as_replacement())
-        return KeptTraining()
+        if self._rng_state is not None:
+            restore_rng_state(self._rng_state, *get_process_devices(self.rounds.world))
+        return True
 
-    def _leave_round(self, error: BaseException, kept: KeptTraining | None) -> KeptTraining:
+    def _leave_training(self, error: BaseException, kept: KeptTraining | None) -> KeptTraining:
         """Go over to the next round, if the error says that there is one; returns what is kept of
         the training. Otherwise the error is raised again."""
-        rounds, group, training = self.rounds, self.group, self.training
-        assert group is not None
-        if rounds is None or not _is_regroup_reason(error):
-            raise error
-        if training is None and kept is None:  # the first preparation of all
-            raise error
-        group.interrupt_process_group()  # so that all leave the round
-        # A leader that has fallen silent is noticed first, and another one elected.
-        limit_s = _NEXT_ROUND_TIMEOUT_S + 2 * self.config.launch.silence_s
-        next_group = rounds.wait_for_next_round(group, limit_s)
-        if next_group is None:
-            raise error
+        training = self.training
+        next_group = self._find_next_round(error, training is not None or kept is not None)
         if isinstance(training, Training):
             kept = leave_training(training)
         assert kept is not None
-        self.training = training = None
+        training = None
+        self._enter_round(error, next_group)
+        return kept
+
+    def _leave_loop(self, error: BaseException, kept: KeptLoop) -> None:
+        """Go over to the next round, if the error says that there is one. Otherwise the error is
+        raised again."""
+        training, rounds = self.training, self.rounds
+        can_leave = rounds is not None and (rounds.is_confirmed or rounds.is_replacement)
+        next_group = self._find_next_round(error, can_leave)
+        assert rounds is not None
+        left, kept.output = kept.output or training, None
+        if training is not None:
+            kept.left_step = training.step
+            training.leave_round()
+        if isinstance(left, SessionEngine) and isinstance(error, RegroupRequested):
+            kept.output = left if left.group.world.rank == 0 else None
+        elif left is not None:
+            left.release_output()  # to be opened again, perhaps at an earlier step
+        training = left = None
+        self._enter_round(error, next_group)
+        assert self._rng_state is not None
+        restore_rng_state(self._rng_state, *get_process_devices(rounds.world))
+
+    def _find_next_round(self, error: BaseException, can_leave: bool) -> RankGroup:
+        """Return the group of the next round, if the error says that there is one. Otherwise the
+        error is raised again, or what has caused it."""
+        assert self.group is not None
+        if self.rounds is not None and can_leave and is_round_end(error):
+            self.group.interrupt_process_group()  # so that all leave the round
+            # A leader that has fallen silent is noticed first, and another one elected.
+            limit_s = _NEXT_ROUND_TIMEOUT_S + 2 * self.config.launch.silence_s
+            found = self.rounds.wait_for_next_round(self.group, limit_s)
+            if found is not None:
+                return found
+        raise (error.__cause__ if isinstance(error, RoundLost) else None) or error
+
+    def _enter_round(self, error: BaseException, next_group: RankGroup) -> None:
+        """Close the group of a round that this process has left because of an error, and enter the
+        next one."""
+        assert self.group is not None
+        self.training = None
         self.heartbeat.suspend()
-        error.__traceback__ = None  # its frames hold what holds the process group
-        group.close_process_group()
+        held: BaseException | None = error
+        while held is not None:
+            held.__traceback__ = None  # whose frames hold what holds the process group
+            held = held.__cause__ or held.__context__
+        self.group.close_process_group()
         gc.collect()
         self._enter_group(next_group)
-        return kept
 
     def _enter_group(self, group: RankGroup) -> None:
         """Note which rank this process is from now on."""
         self.group, self.rank = group, group.world.rank
+        if self.rank != 0 and self.mirror is not None:  # the new rank 0 takes it
+            self.mirror.close(FAILED_LIMIT_S, lambda seconds: self.heartbeat.suspend())
+            self.mirror = None
 
     def _run_session(self, function: Callable[..., Any], world: World) -> ExitCode:
         """Call the function that has a loop of its own; returns how it ended."""
         assert self.run is not None
-        engine = self.open_session()
         entry = self.run.get_entry_point(self.config, world.node_rank)
         settings = self.config.experiment_settings
-        provided: dict[str, Any] = {"session": Session(engine)}
-        if info_parameter := find_info_parameter(function):
-            provided[info_parameter] = engine.make_info()
 
-        def run_loop() -> None:
-            call_function(function, entry, settings, **provided)
-            engine.finish("the training function returned")
+        def prepare(kept: KeptLoop | None) -> tuple[Training | SessionEngine, Callable[[], None]]:
+            engine, _ = prepare_session(*self._rank_parts, kept=kept)
+            provided: dict[str, Any] = {"session": Session(engine)}
+            if info_parameter := find_info_parameter(function):
+                provided[info_parameter] = engine.make_info()
 
-        return self._run_loop(run_loop)
+            def run_loop() -> None:
+                call_function(function, entry, settings, **provided)
+                engine.finish("the training function returned")
+
+            return engine, run_loop
+
+        assert self.group is not None
+        return self._run_in_rounds(prepare, WholeCopies(self.group))
 
     def open_session(self) -> SessionEngine:
-        """Return the engine of a session, whose loop is about to begin."""
-        assert self.run is not None
-        assert self.group is not None
-        engine, _ = prepare_session(
-            self.config, self.run, self.group, self.stop, self.heartbeat, self.output
-        )
-        self._begin_loop(engine)
+        """Return the engine of a script's session, whose loop is about to begin."""
+        engine, _ = prepare_session(*self._rank_parts)
+        self._begin_loop(engine, is_first=True)
         return engine
 
     def _run_loop(self, run_loop: Callable[[], None]) -> ExitCode:
@@ -357,10 +489,14 @@ class RankWorker:
             return ExitCode.PREEMPTED
         return ExitCode.OK
 
-    def _begin_loop(self, training: Training | SessionEngine) -> None:
-        """Note that the loop of a training begins."""
+    def _begin_loop(self, training: Training | SessionEngine, is_first: bool) -> None:
+        """Note that the loop of a training begins, in the first round or in a later one."""
         assert self.run is not None
         self.training = training
+        if not is_first:
+            if self.rank == 0:
+                self._take_over_run(training)
+            return
         training.mirror = self.mirror
         training.start_mirror()
         self._began = (training.step, time.monotonic())
@@ -369,6 +505,17 @@ class RankWorker:
             if isinstance(training, Training) or training.evaluations.evaluator is not None:
                 self.run.update_status(best_is=training.config.trainer.best_is)
             record_training(self.run, training.step, training.samples)
+
+    def _take_over_run(self, training: Training | SessionEngine) -> None:
+        """Go on as rank 0 with what another process may have begun."""
+        if not self._began[1]:
+            phase = read_history(training.run, is_running=True).phases[-1]
+            self._began = (phase.first_step or 0, time.monotonic() - phase.trained_s)
+        if self.mirror is None and self.config.trainer.mirror is not None:
+            self.config, self.mirror = begin_mirror(self.config, training.run, _print_message)
+        if training.mirror is None:  # otherwise it goes on with that of the round before
+            training.mirror = self.mirror
+            training.start_mirror()
 
     def _start_heartbeat(self, run: Run, world: World) -> None:
         """Lets the agent see progress, and request a stack trace where there is none."""
@@ -446,6 +593,8 @@ class RankWorker:
         if (accounting := account_for_run(history)) is not None:
             t.run.update_status(accounting=accounting.to_json())
             effective = format_effective_time(accounting) if accounting.has_faults else ""
+        if t.copies is not None:
+            t.run.update_status(memory_copies=t.copies.describe())
         tracked = t.close_trackers(outcome)
         longer = "trainer.epochs" if t.config.trainer.steps is None else "trainer.steps"
         text = render_summary(
@@ -615,14 +764,6 @@ def agree_on_run(config: Config, group: RankGroup) -> Run:
             claim_run_folder(run)
         folder = str((run or create_run(config)).folder)
     return Run(Path(group.share_from_rank0("run", folder)))
-
-
-def _is_regroup_reason(error: BaseException) -> bool:
-    """Return whether a rank meets such an error when its round is over."""
-    if isinstance(error, PeerFailedError):
-        return error.failure.summary == SUPERSEDED_ROUND
-    is_of_group = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
-    return isinstance(error, RegroupRequested | StoreLostError) or is_of_group
 
 
 def _is_connection_error(error: BaseException) -> bool:

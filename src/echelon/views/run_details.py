@@ -40,7 +40,12 @@ from echelon.utils.text import (
     format_timestamp,
     truncate_text,
 )
-from echelon.views.run_losses import accounting_to_json, render_losses
+from echelon.views.run_losses import (
+    accounting_to_json,
+    format_hosts_at_fault,
+    format_slow_ranks,
+    render_losses,
+)
 from echelon.views.run_phases import phases_to_json, render_phases
 from echelon.views.run_row import format_digits
 from echelon.views.run_settings import find_non_defaults, format_settings
@@ -188,6 +193,8 @@ def _print_header(details: RunDetails, screen: Console, width: int) -> None:
         "progress": _format_progress(details),
         "speed": _format_speed_row(details),
         "effective": format_effective_time(details.accounting),
+        "at fault": format_hosts_at_fault(details.accounting),
+        "slow": format_slow_ranks(details.metrics.history),
         "settings": format_settings(find_non_defaults(record)),
         "tags": ", ".join(details.annotations.tags),
         "noted": details.annotations.note,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.text import Text
@@ -16,7 +17,7 @@ from echelon.runs.accounting import (
     STOPPED,
     RunAccounting,
 )
-from echelon.runs.history import RunHistory
+from echelon.runs.history import RunHistory, SlowRank
 from echelon.tracking.summary import format_share
 from echelon.utils.text import format_count, format_elapsed
 from echelon.views.table import Table, TableColumn
@@ -49,6 +50,28 @@ def render_losses(accounting: RunAccounting | None, width: int) -> list[Text]:
     return Table(columns, header_style="", indent=2).render(width)
 
 
+def format_hosts_at_fault(accounting: RunAccounting | None) -> str:
+    """Return how often ranks were lost on which machine: `b 3 times, a once`."""
+    losses = {} if accounting is None else accounting.losses_by_host
+    return ", ".join(f"{host} {f'{n} times' if n > 1 else 'once'}" for host, n in losses.items())
+
+
+def format_slow_ranks(history: RunHistory) -> str:
+    """Return the machines whose ranks were slow, and when they last were:
+    `b 3 times, last rank 2 from step 120 to 180 (2.1 × the median)`."""
+    by_host: dict[str, list[SlowRank]] = {}
+    for phase in history.phases:
+        for slow in phase.slow_ranks:
+            by_host.setdefault(slow.host, []).append(slow)
+    texts = []
+    for host, found in sorted(by_host.items(), key=lambda item: -len(item[1])):
+        last, times = found[-1], f"{len(found)} times, last " if len(found) > 1 else ""
+        until = "on" if last.until_step is None else f"to {last.until_step}"
+        when = f"from step {last.step} {until}"
+        texts.append(f"{host} {times}rank {last.rank} {when} ({last.factor:.3g} × the median)")
+    return "; ".join(texts)
+
+
 def _describe_causes(accounting: RunAccounting) -> dict[str, str]:
     """Return what is to be counted of a cause, where there is something."""
     counts = {
@@ -77,7 +100,16 @@ def accounting_to_json(
     """Return the time of a run as `echelon show --json` prints it; None where it is not known."""
     if accounting is None:
         return None
-    return {**accounting.to_json(), "rounds": _rounds_to_json(history)}
+    slow_ranks = [
+        {"phase": index, **asdict(slow)}
+        for index, phase in enumerate(history.phases)
+        for slow in phase.slow_ranks
+    ]
+    return {
+        **accounting.to_json(),
+        "rounds": _rounds_to_json(history),
+        "slow_ranks": slow_ranks,
+    }
 
 
 def _rounds_to_json(history: RunHistory) -> list[dict[str, Any]]:
@@ -93,6 +125,7 @@ def _rounds_to_json(history: RunHistory) -> list[dict[str, Any]]:
             "lost_ranks": list(round_.lost),
             "joined_ranks": list(round_.joined),
             "reason": round_.reason,
+            "hosts": list(round_.hosts),
         }
         for index, phase in enumerate(history.phases)
         for round_ in phase.rounds

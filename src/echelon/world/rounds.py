@@ -12,22 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from echelon.utils.files import read_json_object, write_json_atomically
+from echelon.world.sealed_store import SealedStore
 from echelon.world.types import World
 
 INCARNATION_VARIABLE = "ECHELON_INCARNATION"
 """Set for a process that replaces a lost rank: how many processes its slot has had before."""
-
-
-class KeyValueStore(Protocol):
-    """The part of torch's store that rounds need."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def add(self, key: str, amount: int) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -77,7 +69,7 @@ def get_round_prefix(attempt: int | str, number: int) -> str:
 class RoundStore:
     """What the agents and ranks of one attempt tell each other about rounds, in their store."""
 
-    def __init__(self, store: KeyValueStore, attempt: int | str) -> None:
+    def __init__(self, store: SealedStore, attempt: int | str) -> None:
         self._store = store
         self._prefix = f"rounds/{attempt}"
 

@@ -50,7 +50,9 @@ from echelon.runs.run_folder import Run
 from echelon.runs.stack_text import render_stack
 from echelon.utils.processes import read_stat_fields
 from echelon.utils.sockets import shut_connections_to_port
+from echelon.world.network_key import KEY_VARIABLE
 from echelon.world.rounds import INCARNATION_VARIABLE, Round, write_round_file
+from echelon.world.sealed_store import SealedStore, derive_store_key
 
 _MONITOR_INTERVAL_S = 0.05
 _LEADER_LOSS_S = 3.0
@@ -67,6 +69,8 @@ class NodeJob:
     entrypoint: str
     """MODULE:FUNCTION that a worker calls."""
     hang_s: float
+    key: str
+    """Of the job; see `world/network_key.py`."""
     limits: ReplacementLimits
     """How often in a row lost ranks are replaced without a step between; 0: never."""
     program: list[str] = field(default_factory=list)
@@ -103,11 +107,11 @@ class NodeAgent(SimpleElasticAgent):
     def __init__(
         self,
         spec: WorkerSpec,
-        store: dist.TCPStore,
+        store: SealedStore,
         fork_server: ForkServer,
         lifeline: Lifeline,
         job: NodeJob,
-        standby_store: dist.TCPStore | None = None,
+        standby_store: SealedStore | None = None,
         on_lead: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(spec)
@@ -254,7 +258,8 @@ class NodeAgent(SimpleElasticAgent):
             self._on_lead()
             self._stacks.take_requests()
         else:
-            self._tcp_store = connect_to_leader(known.members[known.leader].store)
+            client = connect_to_leader(known.members[known.leader].store)
+            self._tcp_store = SealedStore(client, derive_store_key(self._job.key))
         self._leader_changes, self._port = changes, self._tcp_store.port
         if self._replacement is not None:
             self._replacement.use_store(self._make_world_store())
@@ -394,6 +399,7 @@ class NodeAgent(SimpleElasticAgent):
             "TORCHELASTIC_RESTART_COUNT": self._attempt,
             "TORCHELASTIC_MAX_RESTARTS": group.spec.max_restarts,
             "TORCHELASTIC_USE_AGENT_STORE": True,
+            KEY_VARIABLE: self._job.key,
         }
         if self._job.is_plain:
             variables = {}
@@ -613,7 +619,7 @@ class NodeAgent(SimpleElasticAgent):
         """
         if self._replacement is not None and (told := self._replacement.read_failure()):
             return told
-        attempt = dist.PrefixStore(f"echelon/{self._attempt}", self._tcp_store)
+        attempt = self._tcp_store.open_prefix(f"echelon/{self._attempt}")
         if self._replacement is None and attempt.check(["failure"]):
             return Failure.from_json(attempt.get("failure"))
         silent_rank = min(failed, key=lambda r: failed[r] >= 0)

@@ -17,6 +17,7 @@ from echelon.launch.node.message_channel import (
     Message,
     MessageChannel,
     connect_channel,
+    encode_message,
 )
 
 BEAT_INTERVAL_S = 1.0
@@ -66,8 +67,9 @@ class NodeServer:
 
     def send_to_all(self, message: Message) -> None:
         """Send a message to every node."""
+        body = encode_message(message)
         for peer in list(self._peers.values()):
-            peer.channel.send(message)
+            peer.channel.send_encoded(body)
 
     def drop(self, node: int) -> None:
         """Close the connection to a node."""

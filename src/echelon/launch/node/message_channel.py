@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import resource
 import secrets
 import selectors
 import socket
@@ -37,6 +38,8 @@ _MAX_STRANGERS = 64
 """Connections without a proof that are held at a time, beside two for every node. A new one then
 takes the place of the oldest: a real agent needs one round trip, whoever only waits does not."""
 _MAX_REPORTED_STRANGERS = 10
+_OTHER_FILES = 512
+"""So many files an agent may have open beside its connections."""
 _RETRY_INTERVAL_S = 0.1
 _WAIT_LIMIT_S = 1.0
 """How long sending may take before the connection is given up, and how long `receive` waits."""
@@ -75,9 +78,10 @@ class MessageChannel:
     def send(self, message: Message) -> None:
         """Send one message. If that fails the connection is closed, and whoever reads from it
         notices."""
-        body = json.dumps(message).encode()
-        if len(body) > MAX_MESSAGE_BYTES:
-            raise ValueError(f"a message of {len(body)} bytes is too large for other agents")
+        self.send_encoded(encode_message(message))
+
+    def send_encoded(self, body: bytes) -> None:
+        """Send what `encode_message` returned. One message to thousands is encoded once."""
         with self._lock:  # the order of the numbers is that of the lines
             mac = _make_mac(self._sending_key, self._sent, body)
             self._sent += 1
@@ -247,12 +251,13 @@ class ChannelListener:
     """The connections that others open to this agent. One thread calls `poll`."""
 
     def __init__(self, address: str, key: bytes, nodes: int) -> None:
+        self.max_strangers = _MAX_STRANGERS + 2 * nodes
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=max(128, nodes))
         self._listener.setblocking(False)
+        _allow_open_files(_OTHER_FILES + self.max_strangers + nodes)
         self.port: int = self._listener.getsockname()[1]
         self._key = key
-        self._max_strangers = _MAX_STRANGERS + 2 * nodes
         self._strangers: dict[MessageChannel, None] = {}
         """Connections that have not proved to have the key yet, the oldest first."""
         self._refused = 0
@@ -293,7 +298,7 @@ class ChannelListener:
         channel = MessageChannel(connection, self._key, is_listener=True)
         self._strangers[channel] = None
         self._selector.register(connection, selectors.EVENT_READ, channel)
-        if len(self._strangers) > self._max_strangers:
+        if len(self._strangers) > self.max_strangers:
             self._refuse(next(iter(self._strangers)), "came with too many others")
 
     def _read_from_stranger(self, channel: MessageChannel) -> Iterator[ChannelEvent]:
@@ -324,6 +329,22 @@ class ChannelListener:
             more = "; more are not reported" if self._refused == _MAX_REPORTED_STRANGERS else ""
             print(f"refused a connection from {address}: it {reason}{more}", file=sys.stderr)
         self.close_channel(channel)
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files, where it may be raised. Many systems set 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def encode_message(message: Message) -> bytes:
+    """Return a message as it is sent. Raises a ValueError if nobody would take it."""
+    body = json.dumps(message).encode()
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes is too large for other agents")
+    return body
 
 
 def _make_mac(key: bytes, number: int, body: bytes) -> bytes:

@@ -17,8 +17,6 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-import torch.distributed as dist
-
 from echelon.errors import ExitCode
 from echelon.launch.node.lifeline import Lifeline, LostNode, RankLoss, SlotAssignment
 from echelon.launch.node.round_keeper import RoundKeeper
@@ -27,6 +25,7 @@ from echelon.runs.failure import SUPERSEDED_ROUND, Failure
 from echelon.runs.run_folder import Run
 from echelon.utils.files import write_json_atomically
 from echelon.world.rounds import Round, RoundStore, format_slots, get_round_prefix
+from echelon.world.sealed_store import SealedStore
 
 _INCARNATIONS_PER_EPOCH = 1000
 _SHARED_KEYS = ("config",)
@@ -37,7 +36,7 @@ _SHARED_KEYS = ("config",)
 class WorldStore:
     """The store of the leader, or of this node should it lead."""
 
-    client: dist.TCPStore
+    client: SealedStore
     address: str
     """HOST:PORT, as all nodes reach it."""
 
@@ -73,7 +72,8 @@ class RankReplacement:
         self._is_first_formed = first_incarnation > 0
         self._known_rounds = [self.round]
         self._failed_joins: dict[int, int] = {}
-        """Slot → how many of its replacements in a row were lost before they joined."""
+        """Slot → how many of its replacements in a row were lost before they joined. One that
+        computes wrong numbers, as the process before it did, counts as many as there may be."""
         self._keeper: RoundKeeper | None = None
         """Present on the node that leads."""
         self._orphans: dict[int, tuple[int, ...]] = {}
@@ -95,13 +95,13 @@ class RankReplacement:
         self._store, self._rounds = store, RoundStore(store.client, self._attempt)
         self._open_prefixes = [self.prefix]
 
-    def copy_shared_keys(self, standby: dist.Store) -> None:
+    def copy_shared_keys(self, standby: SealedStore) -> None:
         """Copy what replacements need to a store that may have to take over."""
         prefix = get_round_prefix(self._attempt, 0)
-        source = dist.PrefixStore(prefix, self._store.client)
+        source = self._store.client.open_prefix(prefix)
         for key in _SHARED_KEYS:
             if source.check([key]):
-                dist.PrefixStore(prefix, standby).set(key, source.get(key).decode())
+                standby.open_prefix(prefix).set(key, source.get(key))
 
     def can_replace(self) -> bool:
         """Return whether the ranks could go on without one of them: all have begun to train, in a
@@ -119,7 +119,7 @@ class RankReplacement:
         """Return the failure that a rank has published, in whatever round it was."""
         for round_ in reversed(self._known_rounds):
             prefix = get_round_prefix(self._attempt, round_.number)
-            store = dist.PrefixStore(prefix, self._store.client)
+            store = self._store.client.open_prefix(prefix)
             if store.check(["failure"]):
                 failure = Failure.from_json(store.get("failure"))
                 if failure.summary != SUPERSEDED_ROUND:
@@ -128,8 +128,13 @@ class RankReplacement:
 
     def report_loss(self, slot: int, failure: Failure) -> None:
         """Tell the leader that a rank of this node is lost."""
-        is_member = slot in self.round.slots
+        # A loop of the user's own is begun in a round, and may fail before that round is formed.
+        is_member = slot in self.round.slots and self.has_joined(slot)
         self._failed_joins[slot] = 0 if is_member else self._failed_joins.get(slot, 0) + 1
+        if failure.exit == ExitCode.WRONG_NUMBERS and self._incarnations.get(slot):
+            self._failed_joins[slot] = (
+                self._limits.max_losses
+            )  # it is not the process that is at fault
         if self._failed_joins[slot] == self._limits.max_losses:
             what = f"rank {slot} could not be replaced: {failure.summary}"
             print(f"warning: {what}; going on without it", file=sys.stderr, flush=True)
@@ -202,7 +207,8 @@ class RankReplacement:
                 return
             if decided is not known:
                 self._begin(decided)
-                self._recorder.begin(decided, slots, (), time.monotonic())
+                hosts = [loss.failure.host for loss in losses]
+                self._recorder.begin(decided, slots, (), time.monotonic(), hosts)
         self._place_orphans(lost_nodes)
         waiting = [
             slot
@@ -221,7 +227,7 @@ class RankReplacement:
         if not decided.is_planned:
             note = Failure(0, "", None, SUPERSEDED_ROUND, "")
             for prefix in self._open_prefixes:
-                store = dist.PrefixStore(prefix, self._store.client)
+                store = self._store.client.open_prefix(prefix)
                 store.compare_set("failure", "", note.to_json())
             self._open_prefixes.clear()
         self._open_prefixes.append(get_round_prefix(self._attempt, decided.number))

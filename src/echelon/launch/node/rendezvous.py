@@ -27,9 +27,12 @@ from echelon.config.schema import LaunchConfig, find_differences
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.plan import NodeSpec
 from echelon.utils.os_errors import format_os_error_reason
+from echelon.world.network_key import KEY_VARIABLE, make_key, read_key
+from echelon.world.sealed_store import SealedStore
 
 _OPERATION_TIMEOUT_S = 60.0
 _POLL_INTERVAL_S = 0.02
+_KEY_KEY = "key"
 
 
 class FixedRendezvous(RendezvousHandler):
@@ -37,7 +40,7 @@ class FixedRendezvous(RendezvousHandler):
     attempt."""
 
     def __init__(
-        self, store: dist.TCPStore, run_id: str, node: NodeSpec, launch: LaunchConfig
+        self, store: SealedStore, run_id: str, node: NodeSpec, launch: LaunchConfig
     ) -> None:
         self._store = store
         self._run_id = run_id
@@ -52,7 +55,7 @@ class FixedRendezvous(RendezvousHandler):
         long, or if two machines have the same node rank."""
         self._attempt += 1
         node = self._node
-        arrivals = dist.PrefixStore(f"nodes/{self._attempt}", self._store)
+        arrivals = self._store.open_prefix(f"nodes/{self._attempt}")
         if arrivals.add(str(node.rank), 1) > 1:
             raise EchelonError(
                 Fault(
@@ -64,11 +67,11 @@ class FixedRendezvous(RendezvousHandler):
         if arrivals.add("count", 1) == node.node_count:
             arrivals.set("complete", "1")
         self._wait_for_all_nodes(arrivals)
-        agents = dist.PrefixStore(f"agents/{self._attempt}", self._store)
+        agents: Any = self._store.open_prefix(f"agents/{self._attempt}")
         store_info = RendezvousStoreInfo(self._store.host, self._store.port)
         return RendezvousInfo(agents, node.rank, node.node_count, store_info)
 
-    def _wait_for_all_nodes(self, arrivals: dist.Store) -> None:
+    def _wait_for_all_nodes(self, arrivals: SealedStore) -> None:
         deadline = time.monotonic() + self._timeout_s
         while not arrivals.check(["complete"]):
             self.raise_if_failed(self._attempt)
@@ -244,8 +247,34 @@ def _connect_to_store(node: NodeSpec, timeout_s: float) -> dist.TCPStore:
 # --- what the nodes must agree on ---
 
 
+def agree_on_key(store: dist.TCPStore, node: NodeSpec, env: Mapping[str, str]) -> str:
+    """Return the key of the job: the one that the environment has, else one that node 0 makes.
+
+    In that case everybody who reaches the store can read it there: only `launch=env` without
+    ECHELON_KEY comes to that.
+    """
+    if key := read_key(env):
+        if node.rank == 0:
+            store.set(_KEY_KEY, "")
+        return key
+    if node.rank == 0:
+        key = make_key()
+        if node.node_count + node.spares > 1:
+            store.set(_KEY_KEY, key)
+        return key
+    if key := store.get(_KEY_KEY).decode():
+        return key
+    raise EchelonError(
+        Fault(
+            f"{KEY_VARIABLE} is set on node 0, but not on node {node.rank}",
+            "set it to the same value on every node, or on none",
+        ),
+        exit=ExitCode.RENDEZVOUS,
+    )
+
+
 def compare_with_node_0(
-    store: dist.Store,
+    store: SealedStore,
     node: NodeSpec,
     own_facts: Mapping[str, Any],
     wait_for_key: Callable[[str], str],

@@ -33,6 +33,7 @@ class _PendingRound:
     round: Round
     lost: tuple[int, ...]
     joined: tuple[int, ...]
+    hosts: tuple[str, ...] = ()
     formed_s: float | None = None
     """When all its ranks were known to take part."""
 
@@ -77,9 +78,14 @@ class RoundRecorder:
             self._standing_since_s = now_s
 
     def begin(
-        self, round_: Round, lost: Collection[int], joined: Collection[int], now_s: float
+        self,
+        round_: Round,
+        lost: Collection[int],
+        joined: Collection[int],
+        now_s: float,
+        hosts: Collection[str] = (),
     ) -> None:
-        """Note that a round was decided on.
+        """Note that a round was decided on; `hosts` are those on which something was lost.
 
         After a loss no round before it makes a step any more. One that was formed is written; the
         losses of one that was not are written with this one.
@@ -87,11 +93,12 @@ class RoundRecorder:
         if not round_.is_planned:
             for before in self._pending:
                 if before.formed_s is None:
-                    lost = {*before.lost, *lost}
+                    lost, hosts = {*before.lost, *lost}, (*before.hosts, *hosts)
                 else:
                     self._write(before, now_s, None)
             self._pending.clear()
-        self._pending.append(_PendingRound(round_, tuple(sorted(lost)), tuple(sorted(joined))))
+        ranks = tuple(sorted(lost)), tuple(sorted(joined))
+        self._pending.append(_PendingRound(round_, *ranks, tuple(hosts)))
 
     def close(self, now_s: float) -> None:
         """Write what is left when the attempt has ended. A planned round that the ranks never came
@@ -113,6 +120,7 @@ class RoundRecorder:
             pending.lost,
             pending.joined if pending.formed_s is not None else (),
             pending.round.reason,
+            pending.hosts,
         )
         record_round(self._run, record)
         self._standing_since_s = until_s

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import sys
 import threading
@@ -17,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from echelon.config.schema import Config
-from echelon.errors import EchelonError, ExitCode
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.gpus import count_visible_gpus
 from echelon.launch.launcher import Launcher
 from echelon.launch.node.fork_server import ForkServer
@@ -33,10 +32,10 @@ from echelon.runs.writer import claim_run_folder, release_run_folder, start_writ
 from echelon.tracking.summary import format_rows
 from echelon.utils.files import read_json_object
 from echelon.utils.imports import pause_garbage_collection
+from echelon.world.network_key import KEY_VARIABLE, derive_key, read_key
+from echelon.world.sealed_store import SealedStore, StoreTimeoutError, derive_store_key
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from echelon.launch.node.agent import NodeAgent
 
 EXPERIMENT_ENTRYPOINT = "echelon.train.worker:run_worker"
@@ -48,7 +47,7 @@ _TAKEOVER_LIMIT_S = 10.0
 """How long a node that was cut off waits for a sign that the others go on without it."""
 _CLAIM_INTERVAL_S = 1.0
 
-ResolveRun: TypeAlias = "Callable[[dist.Store, Callable[[str], str]], Run]"
+ResolveRun: TypeAlias = Callable[[SealedStore, Callable[[str], str]], Run]
 """From the store, and a function that waits for what node 0 puts there, to the run's folder."""
 
 
@@ -74,19 +73,24 @@ def run_node(
     the first failure of the world, on the node that leads; there `record_exit` is called with the
     exit code, and `report_nodes` with the nodes that go on when one is lost or comes back.
     """
+    read_key(os.environ)  # one that can be guessed is refused before anything starts
     with pause_garbage_collection():
         import torch  # noqa: F401  once: what is forked from here shares it
 
     fork_server = ForkServer(() if config.program else _PRELOADED_MODULES)
     # From here on threads may start; the fork server imports the rest at the same time.
-    from echelon.launch.node.rendezvous import host_or_join_store
+    from echelon.launch.node.rendezvous import agree_on_key, host_or_join_store
 
     code, service = int(ExitCode.FAILED), None
     try:
         store = host_or_join_store(node, config.launch.join_timeout_s)
         if on_port is not None and node.rank == 0:
             on_port(store.port)
-        service = _NodeService(launcher, config, node, report_failure, store, on_port, report_nodes)
+        key = agree_on_key(store, node, os.environ)
+        sealed = SealedStore(store, derive_store_key(key))
+        service = _NodeService(
+            launcher, config, node, report_failure, sealed, key, on_port, report_nodes
+        )
         code = service.run(fork_server, resolve_run)
     except EchelonError as error:
         code = error.exit
@@ -106,7 +110,8 @@ class _NodeService:
         config: Config,
         node: NodeSpec,
         report_failure: Callable[[Failure], None],
-        store: dist.TCPStore,
+        store: SealedStore,
+        key: str,
         on_port: Callable[[int], None] | None,
         report_nodes: Callable[[list[int]], None],
     ) -> None:
@@ -118,14 +123,12 @@ class _NodeService:
             report_failure,
             store,
         )
-        self._launcher, self._on_port = launcher, on_port
+        self._launcher, self._key, self._on_port = launcher, key, on_port
         self._report_nodes = report_nodes
         self._lifeline = Lifeline(_make_member(node, store))
         self._lifeline.is_leader = node.rank == 0
-        self._standby_store: dist.TCPStore | None = None
+        self._standby_store: SealedStore | None = None
         """What the world uses, should this node lead."""
-        self._key = ""
-        """By which agents know each other."""
         self._rendezvous = FixedRendezvous(store, config.run.name or "echelon", node, config.launch)
         self._rendezvous.raise_if_failed = self._raise_if_failed
         self._run: Run | None = None
@@ -197,6 +200,7 @@ class _NodeService:
             node,
             entry,
             config.launch.hang_s,
+            self._key,
             ReplacementLimits(config.launch.max_replacements, config.launch.min_nodes or 1),
             program,
             config.mode == "plain",
@@ -292,31 +296,40 @@ class _NodeService:
     # --- the nodes of the world ---
 
     def _open_lifeline(self) -> None:
-        """Connect to the other nodes, by what node 0 has put into the store; see `lifeline.py`."""
-        node, launch = self._node, self._config.launch
-        if node.node_count + node.spares == 1:
+        """Connect to the other nodes; see `lifeline.py`."""
+        node, launch, key = self._node, self._config.launch, derive_key(self._key, "lifeline")
+        nodes = node.node_count + node.spares
+        if nodes == 1:
             return
         from echelon.launch.node.rendezvous import find_listening_address
 
         self._lifeline = lifeline = Lifeline(_make_member(node, self._store), launch.silence_s)
-        nodes = node.node_count + node.spares
         if node.rank == 0:
-            self._key, address = secrets.token_hex(32), find_listening_address(node)
-            port = lifeline.open_as_leader(address, node.master_host, self._key.encode(), nodes)
-            self._store.set("lifeline", f"{port} {self._key}")
+            port = lifeline.open_as_leader(
+                find_listening_address(node), node.master_host, key, nodes
+            )
+            self._store.set("lifeline", str(port))
             return
         lifeline.is_leader = False
-        port_text, self._key = self._store.get("lifeline").decode().split()
-        leader = f"{node.master_host}:{port_text}"
+        try:
+            leader = f"{node.master_host}:{int(self._store.get('lifeline'))}"
+        except StoreTimeoutError:
+            raise EchelonError(
+                Fault(
+                    f"node {node.rank} and node 0 at {node.master_host}:{node.master_port} have "
+                    "different keys",
+                    f"set {KEY_VARIABLE} to the same value on every node, or on none",
+                ),
+                exit=ExitCode.RENDEZVOUS,
+            ) from None
         may_lead = not self._config.program and launch.max_replacements > 0
         host_store = self._host_standby_store if may_lead else lambda address: ""
-        ended = self._exit_without_others
-        lifeline.open_as_follower(leader, self._key.encode(), nodes, ended, host_store)
+        lifeline.open_as_follower(leader, key, nodes, self._exit_without_others, host_store)
 
     def _host_standby_store(self, address: str) -> str:
         from echelon.launch.node.rendezvous import host_standby_store
 
-        self._standby_store = host_standby_store(address)
+        self._standby_store = SealedStore(host_standby_store(address), derive_store_key(self._key))
         return f"{address}:{self._standby_store.port}"
 
     def _lead(self) -> None:
@@ -324,7 +337,7 @@ class _NodeService:
         threading.Thread(target=self._claim_folder, daemon=True, name="claim").start()
         assert self._standby_store is not None
         port = self._lifeline.own.lifeline.rpartition(":")[2]
-        self._standby_store.set("lifeline", f"{port} {self._key}")
+        self._standby_store.set("lifeline", port)
         if self._on_port is not None:
             self._on_port(self._standby_store.port)
 
@@ -332,7 +345,7 @@ class _NodeService:
         """Copy what a node needs that joins later, should this one lead."""
         if self._standby_store is not None:
             for key in keys:
-                self._standby_store.set(key, self._store.get(key).decode())
+                self._standby_store.set(key, self._store.get(key))
 
     def _claim_folder(self) -> None:
         """Become the writer of the run's folder, once the leader before has let go of it."""
@@ -414,7 +427,7 @@ class _WorldFailed(Exception):
         self.failure = failure
 
 
-def _make_member(node: NodeSpec, store: dist.TCPStore) -> Member:
+def _make_member(node: NodeSpec, store: SealedStore) -> Member:
     """Return this node as the others know it."""
     place = -1 if node.is_spare else node.rank
     address = f"{node.master_host}:{store.port}" if node.rank == 0 else ""

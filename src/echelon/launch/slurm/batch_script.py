@@ -18,6 +18,7 @@ from echelon.launch.slurm.requeue import REQUEUE_FILE
 from echelon.runs.run_folder import HISTORY_FILE, Run
 from echelon.runs.submitted_run import SUBMITTED_RUN_VARIABLE
 from echelon.world.device_fit import get_default_process_count
+from echelon.world.network_key import KEY_VARIABLE
 
 FIRST_PORT, PORTS = 20_000, 10_000
 """Below the range from which Linux hands out ports by itself."""
@@ -288,10 +289,17 @@ def _format_gpu_option(launch: LaunchConfig, tasks: int) -> str:
 
 
 def _render_setup(launch: LaunchConfig) -> list[str]:
-    """Return the lines of `launch.setup` and `launch.secrets`."""
+    """Return the lines of `launch.setup` and `launch.secrets`, and of the key of the job."""
     lines = ["", "# launch.setup", _SETUP_ERROR_TRAP, *launch.setup, "trap - ERR"]
     secrets = _render_secrets(launch.secrets) if launch.secrets else ()
-    return [*(lines if launch.setup else ()), *secrets]
+    return [*(lines if launch.setup else ()), *secrets, *_KEY_LINES]
+
+
+_KEY_LINES = (
+    "",
+    "# By this key the job's processes know each other. It is in their environment alone.",
+    f"export {KEY_VARIABLE}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+)
 
 
 _SETUP_ERROR_TRAP = (

@@ -67,6 +67,7 @@ class SlurmLauncher(Launcher):
         run = Run(Path(config.run.dir).absolute() / config.run.name)
         procs = batch_script.count_processes_per_node(config)
         nodes = [f"node {n}" for n in range(launch.nodes)]
+        queued = "" if config.program else "; it is queued again"
         submit = ("sbatch", "--parsable", str(run.script_file))
         total = launch.nodes + launch.spares
         each = f"srun starts one agent on each of {total} node{'s' * (total > 1)}"
@@ -84,7 +85,7 @@ class SlurmLauncher(Launcher):
                 shlex.join(submit),
                 f"{each}: {describe_program_or_experiment(config)}",
                 describe_failure_policy(config, launch.nodes * procs),
-                *describe_node_policy(config, launch.nodes),
+                *describe_node_policy(config, launch.nodes, queued),
                 f"{launch.signal_lead_s} s before the end of its time the run saves, and the "
                 "script queues it again",
             ),

@@ -46,6 +46,7 @@ from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
 from echelon.runs.writer import release_run_folder, start_writer_beats
 from echelon.world.device_fit import get_default_process_count
+from echelon.world.network_key import KEY_VARIABLE, make_key
 
 
 class SshLauncher(Launcher):
@@ -136,10 +137,11 @@ class SshLauncher(Launcher):
             )
             run.update_status(**make_starting_status("ssh", nodes, world), hosts=names)
             _send_files(run, separate_hosts, code, new)
+            keyed = remote_command.encode_variables(carried | {KEY_VARIABLE: make_key()})
 
             def start_session(host: int, node: int) -> sessions.SshSession:
                 command = _make_node_command(config, hosts, host, run, node)
-                return sessions.start_session(node, host, names[host], command, first_line)
+                return sessions.start_session(node, host, names[host], command, keyed)
 
             started = sessions.SshSessions(names, start_session, config.launch.silence_s)
             start_writer_beats(run)
