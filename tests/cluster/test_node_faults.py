@@ -31,6 +31,7 @@ WORLD = (
     "trainer.evaluate.epochs=null",
     "trainer.log_steps=1",
 )
+ENDS = "launch.max_replacements=0"
 
 
 def _start(command_line: CommandLine, *words: str) -> list[RunningCommand]:
@@ -133,14 +134,14 @@ def _ended(world: list[RunningCommand], limit_s: float = START_S) -> list[Comman
     return [node.wait() for node in world]
 
 
-# --- what ends the world ---
+# --- what ends the world, where lost ranks are not replaced (see test_node_survival.py) ---
 
 
 def test_a_link_that_comes_back_soon_costs_nothing_and_a_killed_agent_is_named_at_once(
     command_line: CommandLine,
 ) -> None:
     node_1 = command_line.cluster.nodes[1]
-    world = _start(command_line, "launch.max_restarts=1")
+    world = _start(command_line, "launch.max_restarts=1", ENDS)
     command_line.cluster.link(node_1, "down")
     time.sleep(2)  # a hundred steps
     assert all(node.process.poll() is None for node in world)
@@ -161,12 +162,12 @@ def test_a_link_that_comes_back_soon_costs_nothing_and_a_killed_agent_is_named_a
 
 def test_a_killed_node_0_is_named_by_the_others(command_line: CommandLine) -> None:
     node_0 = command_line.cluster.nodes[0]
-    world = _start(command_line)
+    world = _start(command_line, ENDS)
     os.kill(command_line.agent(node_0), signal.SIGKILL)
     _notice("a killed node 0", world[1].process.poll, AT_ONCE_S)
     done = world[1].wait()
     assert done.code == ExitCode.NODE_LOST
-    assert f"node 0 ({node_0}, rank 0 …) closed its connection" in done.err
+    assert f"node 0 ({node_0}, rank 0) closed its connection" in done.err
     assert command_line.run().read_status_file()["state"] == "failed"
     assert command_line.run().read_status_file()["failure"]["host"] == node_0
     command_line.require_nothing_left()
@@ -174,7 +175,7 @@ def test_a_killed_node_0_is_named_by_the_others(command_line: CommandLine) -> No
 
 def test_a_node_that_is_cut_off_is_named_by_both_sides(command_line: CommandLine) -> None:
     node_0, node_1, _ = command_line.cluster.nodes
-    world = _start(command_line)
+    world = _start(command_line, ENDS)
     command_line.cluster.link(node_1, "down")
     _notice("a node that is cut off", world[0].process.poll, CUT_OFF_S)
     command_line.require_nothing_left(node_0)
@@ -183,7 +184,7 @@ def test_a_node_that_is_cut_off_is_named_by_both_sides(command_line: CommandLine
     here, there = world[0].wait(), world[1].wait()
     assert (here.code, there.code) == (ExitCode.NODE_LOST, ExitCode.NODE_LOST)
     assert f"node 1 ({node_1}, rank 1) has sent nothing for 14 s" in here.err
-    assert f"node 0 ({node_0}, rank 0 …) has sent nothing for 14 s" in there.err
+    assert f"node 0 ({node_0}, rank 0) has sent nothing for 14 s" in there.err
 
 
 # --- under Slurm ---

@@ -275,7 +275,8 @@ def _words(pid: int) -> list[str]:
 def test_a_silent_link_ends_the_host_and_the_run(command_line: CommandLine) -> None:
     """A halted ssh is one, and disturbs nobody else on these hosts."""
     second = command_line.cluster.nodes[1]
-    command = command_line.start(*WORDS, *LONG, *two(command_line))
+    ends = "launch.max_replacements=0"  # see test_node_survival.py
+    command = command_line.start(*WORDS, *LONG, *two(command_line), ends)
     command_line.wait_for_step(3)
     (session,) = [pid for pid in children(command.process.pid) if second in _words(pid)]
     os.kill(session, signal.SIGSTOP)

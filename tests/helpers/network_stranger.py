@@ -10,7 +10,6 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from echelon.runs.failure import Failure
-from echelon.world.rounds import Round
 
 _MARK_LENGTH = 64
 _FAILURE = Failure(1, "elsewhere", 3, "forged by a stranger", "")
@@ -33,12 +32,12 @@ class NetworkStranger:
         self.hold_connections(1000)
 
     def write_into_store(self) -> None:
-        """Report failures, begin rounds, count members that are not there, and join as a node."""
+        """Report failures, offer replacements, count members that are not there, and join as a
+        node."""
         forged = {
             "echelon/0/failure": _FAILURE.to_json(),
             "echelon/0.1/failure": _FAILURE.to_json(),
             "echelon/1/failure": _FAILURE.to_json(),
-            "rounds/0/round": Round(7, (0,), False, "forged").to_json(),
             "rounds/0/transient/1": _FAILURE.to_json(),
             "rounds/0/replacement/1/1": "1",
             "echelon/0/ranks end": "1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -188,3 +189,39 @@ def test_a_users_own_number_of_threads_is_kept() -> None:
         == {}
     )
     assert LocalLauncher().plan(compose([LOCAL]), LocalMachine({}, "here", 0)).variables == {}
+
+
+# ---- nodes that are lost ------------------------------------------------------------------------
+
+
+def test_a_plan_says_what_becomes_of_a_lost_node() -> None:
+    machine = LocalMachine({}, "here", 0)
+    hosts = ["launch=ssh", "launch.hosts=[a,b,c]", "launch.procs=2", "run.name=a"]
+    plan = SshLauncher().plan(compose([*hosts, "launch.spares=1"]), machine)
+    assert [place.host for place in plan.places] == ["a", "a", "b", "b"]
+    assert len(plan.commands) == 3
+    lost = "a node that dies, or is silent for 14 s, "
+    others = "the others go on while a majority is left, and 1 node"
+    assert plan.steps[-1] == f"{lost}is replaced by one of 1 spare; {others}"
+    plan = SshLauncher().plan(compose([*hosts, "launch.min_nodes=2"]), machine)
+    assert plan.steps[-1] == f"{lost}is left out; {others[:-6]}2 nodes"
+    job = ["launch=slurm", "launch.nodes=3", "run.name=a"]
+    plan = SlurmLauncher().plan(compose([*job, "launch.max_replacements=0"]), machine)
+    assert f"{lost}ends the run: its ranks cannot be replaced; it is queued again" in plan.steps
+    assert "--no-kill" not in plan.script
+    plan = SlurmLauncher().plan(compose([*job, "launch.spares=2"]), machine)
+    assert "#SBATCH --nodes=5\n#SBATCH --no-kill\n" in plan.script
+    assert "--no-kill --wait=0 --kill-on-bad-exit=0" in plan.script
+    assert len(plan.places) == 3
+
+
+def test_spares_of_a_hostfile_and_of_variables_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a\nb\n")
+    words = ["launch=ssh", f"launch.hostfile={tmp_path}/hosts", "launch.spares=2", "run.name=a"]
+    with pytest.raises(EchelonError, match="of 2 nodes leaves none to train"):
+        SshLauncher().plan(compose(words), LocalMachine({}, "here", 0))
+    env = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "WORLD_SIZE": "3", "NODE_RANK": "2"}
+    plan = EnvLauncher().plan(compose(["launch=env", "launch.spares=1"]), LocalMachine(env, "c", 0))
+    assert [place.host for place in plan.places] == ["node 0", "node 1"]
+    with pytest.raises(EchelonError, match=r"launch\.min_nodes=4 is more than the 3 nodes"):
+        EnvLauncher().plan(compose(["launch=env", "launch.min_nodes=4"]), LocalMachine(env, "c", 0))

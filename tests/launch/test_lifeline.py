@@ -12,8 +12,10 @@ import pytest
 
 from echelon.config import schema
 from echelon.errors import EchelonError, ExitCode
-from echelon.launch.node.lifeline import HungRank, Lifeline, LifelineClient, LifelineServer
+from echelon.launch.node.lifeline import HungRank, Lifeline
+from echelon.launch.node.membership import Member, Membership
 from echelon.runs.failure import Failure
+from echelon.world.rounds import Round
 
 LIMIT_S = 300.0
 KEY = b"a key of 32 bytes or of any size"
@@ -39,12 +41,13 @@ def sign(rank: int, beats: int, still: float = 100.0) -> dict[str, Any]:
 @contextmanager
 def world(
     address: str = "127.0.0.1",
-) -> Iterator[tuple[LifelineServer, LifelineClient, list[Failure]]]:
+) -> Iterator[tuple[Lifeline, Lifeline, list[Failure]]]:
     """Two nodes, and what the second hears when it loses the first."""
     lost: list[Failure] = []
-    hub = LifelineServer(address, 2, KEY)
-    spoke = LifelineClient(address, hub.port, KEY, 1, lost.append)
-    until(lambda: hub._peers)
+    hub, spoke = (Lifeline(Member(node, f"host {node}", place=node)) for node in range(2))
+    port = hub.open_as_leader(address, address, KEY, 2)
+    spoke.open_as_follower(f"{address}:{port}", KEY, 2, lost.append)
+    until(lambda: 1 in hub.membership.members)
     yield hub, spoke, lost
     spoke.leave()
     hub.leave()
@@ -62,9 +65,14 @@ def test_the_first_failure_is_everybodys(address: str) -> None:
 
 def test_an_agent_that_ends_without_a_word_is_named_in_every_attempt() -> None:
     with world() as (hub, spoke, _):
+        spoke.begin_attempt(0, [2, 3], 1)
         spoke.report_heartbeats([sign(2, 5), sign(3, 5)])
-        until(lambda: hub._peers[1].report.heartbeats)
-        spoke._channel.close()
+        until(
+            lambda: (
+                hub.membership.members[1].slots and 1 in hub._reports and hub._reports[1].heartbeats
+            )
+        )
+        spoke._leader.close()  # type: ignore[union-attr]
         told = until(lambda: hub.find_failure(0))
         assert told.exit == ExitCode.NODE_LOST
         assert "node 1" in told.summary
@@ -74,8 +82,8 @@ def test_an_agent_that_ends_without_a_word_is_named_in_every_attempt() -> None:
 
 def test_node_0_that_ends_is_missed_at_once() -> None:
     with world() as (hub, _, lost):
-        for peer in list(hub._peers.values()):
-            hub._drop_peer(peer)
+        assert hub._server is not None
+        hub._server.drop(1)
         assert until(lambda: lost)[0].exit == ExitCode.NODE_LOST
 
 
@@ -99,7 +107,7 @@ def test_heartbeats_that_are_stored_while_an_attempt_begins_are_not_taken_for_it
 
     with world() as (hub, spoke, _):
         hub.report_heartbeats([sign(0, 40)])
-        hub._handle_message(hub._peers[1], ArrivingLate(signs=[sign(1, 39)], attempt=0))
+        hub._handle_from_node(1, ArrivingLate(signs=[sign(1, 39)], attempt=0))
         assert hub.find_hung_rank(1, 1.0) is None, "node 1 has not reported in this attempt"
         spoke.begin_attempt(1)
         spoke.report_heartbeats([sign(1, 39)])
@@ -124,8 +132,98 @@ def test_a_slow_rank_is_not_stuck_and_a_stranger_is_not_heard() -> None:
     with world() as (hub, spoke, _):
         hub.report_heartbeats([sign(0, 40)])
         spoke.report_heartbeats([sign(1, 39, still=0.1)])
-        until(lambda: hub._peers[1].report.heartbeats)
+        until(lambda: 1 in hub._reports and hub._reports[1].heartbeats)
         assert hub.find_hung_rank(0, 1.0) is None
+        stranger = Lifeline(Member(5, "elsewhere"))
         with pytest.raises(EchelonError, match="has another key"):
-            LifelineClient("127.0.0.1", hub.port, b"guessed", 5, lambda failure: None)
-        assert set(hub._peers) == {1}
+            stranger.open_as_follower(hub.own.lifeline, b"guessed", 2, lambda failure: None)
+        assert set(hub.membership.members) == {0, 1}
+
+
+# --- another node leads ---
+
+
+@contextmanager
+def nodes(count: int, silence_s: float = 5.0) -> Iterator[tuple[list[Lifeline], list[Failure]]]:
+    """Nodes whose ranks can go on without one of them, and what those hear that end."""
+    ended: list[Failure] = []
+    made = [Lifeline(Member(n, f"host {n}", place=n, slots=(n,)), silence_s) for n in range(count)]
+    port = made[0].open_as_leader("127.0.0.1", "127.0.0.1", KEY, count)
+    for each in made[1:]:
+        each.open_as_follower(f"127.0.0.1:{port}", KEY, count, ended.append)
+    until(lambda: len(made[0].membership.members) == count)
+    made[0].set_survival(True)
+    until(lambda: all(m.membership.survives and m.membership == made[0].membership for m in made))
+    yield made, ended
+    for each in made:
+        each._is_over = True
+
+
+def kill(node: Lifeline) -> None:
+    """Close all its connections, as the end of its process does."""
+    node._is_over = True
+    if node._leader is not None:
+        node._leader.close()
+    assert node._server is not None
+    for other in node._server.nodes:
+        node._server.drop(other)
+
+
+def test_a_lost_node_is_taken_out_once_a_quorum_has_accepted() -> None:
+    with nodes(3) as (made, ended):
+        kill(made[2])
+        [lost] = until(made[0].take_lost_nodes)
+        assert (lost.member.node, lost.member.slots) == (2, (2,))
+        assert lost.failure.exit == ExitCode.NODE_LOST
+        until(lambda: set(made[1].membership.members) == {0, 1})
+        assert made[0].find_failure(0) is None
+        assert ended == []
+
+
+def test_the_lowest_node_that_lives_leads_with_all_that_was_reported() -> None:
+    with nodes(4) as (made, ended):
+        made[0].announce_round(0, Round(3, (0, 1, 2, 3)))
+        until(lambda: made[3].find_round(0))
+        made[3].report_done(0, 0)
+        kill(made[0])
+        until(lambda: made[1].is_leader)
+        until(lambda: made[2].membership.leader == made[3].membership.leader == 1)
+        [lost] = until(made[1].take_lost_nodes)
+        assert lost.member.node == 0
+        assert made[1].find_round(0) == Round(3, (0, 1, 2, 3))
+        assert made[1]._done == {0: {3: 0}}
+        made[1].announce_round(0, Round(4, (1, 2, 3)))
+        until(lambda: made[2].find_round(0) == Round(4, (1, 2, 3)))
+        assert made[1].membership.lost_hosts == ("host 0",)
+        kill(made[1])
+        until(lambda: made[2].is_leader)  # two of three
+        assert ended == []
+
+
+def test_a_node_without_a_majority_ends_and_says_so() -> None:
+    with nodes(2, silence_s=0.5) as (made, ended):
+        kill(made[0])
+        assert "1 of 2 nodes are no majority" in until(lambda: ended)[0].summary
+        assert made[1].is_isolated
+        assert not made[1].is_leader
+
+
+def test_a_leader_without_a_majority_ends() -> None:
+    with nodes(4) as (made, _):
+        connections = [each._leader for each in made[1:]]
+        for each in made[1:]:
+            each._is_over, each._leader = True, None  # it accepts nothing any more
+        for connection in connections:
+            assert connection is not None
+            connection.close()
+        assert "1 of 4 nodes are no majority" in until(lambda: made[0].find_failure(0)).summary
+        assert made[0].is_isolated
+
+
+@pytest.mark.parametrize(
+    ("present", "may"),
+    [({0, 1}, True), ({2, 3}, False), ({1, 2, 3}, True), ({1}, False), ({0}, False)],
+)
+def test_half_of_the_nodes_go_on_with_the_leader_alone(present: set[int], may: bool) -> None:
+    four = Membership(0, 0, {n: Member(n, f"host {n}") for n in range(4)})
+    assert four.has_quorum(present) is may

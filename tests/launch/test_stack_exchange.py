@@ -14,7 +14,8 @@ from command_runner import run_here, until
 
 from echelon.errors import ExitCode
 from echelon.launch.node import stack_exchange
-from echelon.launch.node.lifeline import Lifeline, LifelineClient, LifelineServer
+from echelon.launch.node.lifeline import Lifeline
+from echelon.launch.node.membership import Member
 from echelon.launch.node.stack_exchange import StackExchange
 from echelon.launch.plan import NodeSpec
 from echelon.runs.process_record import identify_this_process
@@ -30,8 +31,8 @@ class TwoNodes(NamedTuple):
     run: Run
     first: StackExchange
     second: StackExchange
-    server: LifelineServer
-    client: LifelineClient
+    server: Lifeline
+    client: Lifeline
     pids: list[int]
 
 
@@ -48,9 +49,10 @@ def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
     for program in programs:
         assert program.stdout
         program.stdout.readline()
-    server = LifelineServer("127.0.0.1", 2, b"key")
-    client = LifelineClient("127.0.0.1", server.port, b"key", 1, lambda failure: None)
-    until(lambda: server._peers, LIMIT_S, "the other node")
+    server, client = (Lifeline(Member(n, f"host {n}", place=n)) for n in range(2))
+    port = server.open_as_leader("127.0.0.1", "127.0.0.1", b"key", 2)
+    client.open_as_follower(f"127.0.0.1:{port}", b"key", 2, lambda failure: None)
+    until(lambda: 1 in server.membership.members, LIMIT_S, "the other node")
 
     def make_exchange(node: int, lifeline: Lifeline) -> StackExchange:
         workers = {node: programs[node].pid}

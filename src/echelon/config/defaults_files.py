@@ -57,6 +57,8 @@ class FileDefaults:
         other = {key for name, keys in LAUNCHER_ONLY_KEYS.items() if name != kind for key in keys}
         if kind == "inline":
             other |= {"procs", "max_restarts"}
+        if kind in ("inline", "local"):
+            other |= {"spares", "min_nodes"}
         return {k: v for k, v in self.launch.items() if k.removeprefix("launch.") not in other}
 
 

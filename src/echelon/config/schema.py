@@ -51,7 +51,18 @@ class LaunchConfig:
     """How often a failed run is restarted from its newest snapshot."""
     max_replacements: int = 3
     """How often in a row, without a step between, a rank that was killed or hangs is replaced while
-    the others go on with their state; 0: never."""
+    the others go on with their state; 0: never. It is so of a node as well, where there are
+    several."""
+    spares: int = 0
+    """ssh, slurm, env: nodes beyond those that train. A spare takes the place of a node that is
+    lost. slurm: so many nodes are asked for beside `nodes`; ssh: the last hosts are the spares;
+    env: the last node ranks are."""
+    min_nodes: int | None = None
+    """ssh, slurm, env: with fewer nodes left the run saves and ends as preempted, so that it can be
+    queued again; default: it goes on with any number that is a majority of the nodes before the
+    loss, or half of them and the one that leads."""
+    silence_s: float = 14.0
+    """A node that sends nothing for so many seconds counts as lost; at least 5."""
     threads: int | None = None
     """CPU threads of each process; default: torch's own for one process, 1 for several."""
     share_devices: bool = False

@@ -162,6 +162,9 @@ def _check_ranges(config: Config) -> Iterator[Fault]:
         "launch.max_restarts": (launch.max_restarts, 0),
         "launch.max_replacements": (launch.max_replacements, 0),
         "launch.hang_s": (launch.hang_s, 0),
+        "launch.spares": (launch.spares, 0),
+        "launch.min_nodes": (launch.min_nodes, 1),
+        "launch.silence_s": (launch.silence_s, 5),
         "launch.slow_s": (launch.slow_s, 0),
         "launch.nodes": (launch.nodes, 1),
         "launch.gpus_per_node": (launch.gpus_per_node, 1),
@@ -305,10 +308,14 @@ def _check_launch(config: Config) -> Iterator[Fault]:
             "leave one of the two out",
         )
     yield from _check_launcher_only_keys(launch)
+    yield from _check_spares(config)
     if launch.kind == "ssh":
         yield from _check_hosts(launch)
+        if not launch.hostfile:
+            yield from check_node_counts(launch, len(launch.hosts))
     if launch.kind == "slurm":
         yield from _check_sbatch(launch)
+        yield from check_node_counts(launch, launch.nodes + launch.spares)
     if config.program:
         if config.mode == "wandb" and launch.kind in ("ssh", "env"):
             yield Fault(
@@ -401,6 +408,41 @@ def _check_launcher_only_keys(launch: LaunchConfig) -> Iterator[Fault]:
                     f"launch.{key}={value} is set, but launch={launch.kind} does not use it",
                     f"add launch={kind}, or leave launch.{key} out",
                 )
+
+
+def _check_spares(config: Config) -> Iterator[Fault]:
+    """Yield faults of settings for lost nodes where none can be lost or replaced."""
+    launch = config.launch
+    if launch.kind in ("inline", "local"):
+        for key, value in {"spares": launch.spares, "min_nodes": launch.min_nodes}.items():
+            if value:
+                yield Fault(
+                    f"launch.{key}={value} is set, but launch={launch.kind} is one machine",
+                    f"add launch=ssh or launch=slurm, or leave launch.{key} out",
+                )
+    elif launch.spares and (config.program or not launch.max_replacements):
+        why = "a program" if config.program else "launch.max_replacements=0"
+        yield Fault(
+            f"launch.spares={launch.spares}, but ranks of {why} are never replaced",
+            "leave launch.spares out",
+        )
+
+
+def check_node_counts(launch: LaunchConfig, total: int) -> Iterator[Fault]:
+    """Yield faults of spares and the least number of nodes, of a launch with so many nodes
+    altogether."""
+    nodes = total - launch.spares
+    if launch.spares and nodes < 1 and total:
+        yield Fault(
+            f"launch.spares={launch.spares} of {total} nodes leaves none to train",
+            "name more nodes, or set launch.spares lower",
+        )
+    elif launch.min_nodes is not None and launch.min_nodes > nodes > 0:
+        yield Fault(
+            f"launch.min_nodes={launch.min_nodes} is more than the {nodes} node{'s' * (nodes > 1)} "
+            "that train",
+            f"set launch.min_nodes to {nodes} or less",
+        )
 
 
 def _check_hosts(launch: LaunchConfig) -> Iterator[Fault]:

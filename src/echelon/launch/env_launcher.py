@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from echelon.config.schema import Config
+from echelon.config.validate import check_node_counts
 from echelon.errors import EchelonError, Fault
 from echelon.launch.launcher import Launcher, LaunchServices
 from echelon.launch.node.service import make_network_variables, make_thread_variables, run_node
@@ -22,6 +23,7 @@ from echelon.launch.plan import (
     count_local_processes,
     describe_failure_policy,
     describe_idle_devices,
+    describe_node_policy,
     describe_program_or_experiment,
     place_ranks,
 )
@@ -43,7 +45,10 @@ class EnvLauncher(Launcher):
     name = "env"
 
     def plan(self, config: Config, machine: LocalMachine) -> LaunchPlan:
-        rank, count, host, port = _read_node_variables(machine.env)
+        rank, total, host, port = _read_node_variables(machine.env)
+        if faults := [*check_node_counts(config.launch, total)]:
+            raise EchelonError(*faults)
+        count = total - config.launch.spares
         procs = count_local_processes(config, machine.visible_devices)
         hosts = [machine.host if node == rank else f"node {node}" for node in range(count)]
         return LaunchPlan(
@@ -52,12 +57,13 @@ class EnvLauncher(Launcher):
             make_thread_variables(config, procs, machine.env)
             | make_network_variables(config, host, machine.env),
             (
-                f"meet the other {count - 1} node{'s' * (count != 2)} at {host}:{port}"
+                f"meet the other {total - 1} node{'s' * (total != 2)} at {host}:{port}"
                 + (", which this node hosts" if rank == 0 else ""),
                 f"fork {procs} worker{'s' * (procs > 1)} here under torchrun's elastic agent: "
                 + describe_program_or_experiment(config),
                 *describe_idle_devices(config, procs, machine.visible_devices),
                 describe_failure_policy(config, procs * count),
+                *describe_node_policy(config, count),
             ),
         )
 
@@ -66,11 +72,13 @@ class EnvLauncher(Launcher):
         same start may have set its status a moment ago."""
 
     def start(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> int:
-        rank, count, host, port = _read_node_variables(os.environ)
+        rank, total, host, port = _read_node_variables(os.environ)
+        spares = config.launch.spares
+        count = total - spares
         procs = len(plan.places) // count
         # Before `run_node`: the fork server copies this environment when it starts.
         os.environ |= dict(plan.variables)
-        node = NodeSpec(rank, count, procs, host, port)
+        node = NodeSpec(rank, count, procs, host, port, spares)
         return run_node(self, config, node, partial(_agree_on_run, config, node))
 
 

@@ -42,6 +42,13 @@ class NodeSpec:
     """Where node 0 is."""
     master_port: int = 0
     """0: one that the system chooses."""
+    spares: int = 0
+    """Nodes beyond `node_count`, which run no ranks until one of those is lost."""
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this node waits to take the place of another one."""
+        return self.rank >= self.node_count
 
 
 class RankPlacement(NamedTuple):
@@ -158,15 +165,36 @@ def describe_idle_devices(config: Config, procs: int, visible_devices: int) -> t
 def describe_failure_policy(config: Config, world_size: int) -> str:
     """Return the step of a plan that says what happens after a failure. Which backend the
     ranks use is known when they have joined."""
-    can_replace = world_size > 1 and not config.program and config.replica.devices == 1
     first = ""
-    if can_replace and config.launch.max_replacements:
+    if world_size > 1 and may_replace_ranks(config):
         first = "replace a rank that is lost while the others go on, unless they use NCCL; "
     if not config.launch.max_restarts:
         return f"{first}on a failure end them all and say which rank failed first"
     times = config.launch.max_restarts
     what = "anew" if config.program else "from the newest snapshot"
     return f"{first}on a failure start them again {what}, {times} times at most"
+
+
+def may_replace_ranks(config: Config) -> bool:
+    """Return whether lost ranks and nodes can be replaced, as far as the settings tell."""
+    is_one_device = config.replica.devices == 1
+    return bool(config.launch.max_replacements) and is_one_device and not config.program
+
+
+def describe_node_policy(config: Config, nodes: int, after: str = "") -> tuple[str, ...]:
+    """Return the step of a plan that says what happens when a node is lost; `after` says what
+    follows a run that ends by it."""
+    launch = config.launch
+    if nodes + launch.spares == 1:
+        return ()
+    lost = f"a node that dies, or is silent for {launch.silence_s:g} s"
+    if not may_replace_ranks(config):
+        return (f"{lost}, ends the run: its ranks cannot be replaced{after}",)
+    count = launch.spares
+    spare = f"is replaced by one of {count} spare{'s' * (count > 1)}" if count else "is left out"
+    least = launch.min_nodes or 1
+    rest = f"the others go on while a majority is left, and {least} node{'s' * (least > 1)}"
+    return (f"{lost}, {spare}; {rest}",)
 
 
 def describe_program_or_experiment(config: Config) -> str:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import os
-import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +24,7 @@ from echelon.config.schema import Config, find_differences, flatten
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.parallel.store import format_ranks, read_failure, wait_for_keys
 from echelon.runs.failure import Failure
+from echelon.utils.sockets import list_sockets, shut_socket
 from echelon.world import World
 from echelon.world.sealed_store import SealedStore
 
@@ -184,7 +183,7 @@ class RankGroup:
         if self.store is None:
             return
         timeout = timedelta(seconds=self.timeout_s)
-        before = _list_sockets()
+        before = list_sockets()
         # All ranks are here, so connecting takes a moment. A rank that is lost in it would be
         # waited for, as nothing can end that wait.
         dist.init_process_group(
@@ -196,16 +195,16 @@ class RankGroup:
         )
         dist.distributed_c10d._set_pg_timeout(timeout)
         _GROUP_SOCKETS.clear()
-        _GROUP_SOCKETS.update({k: v for k, v in _list_sockets().items() if before.get(k) != v})
+        _GROUP_SOCKETS.update({k: v for k, v in list_sockets().items() if before.get(k) != v})
 
     @staticmethod
     def interrupt_process_group() -> None:
         """Ends the collectives of the open process group, here and on its other ranks, with an
         error. Other connections of this process, the user's among them, stay open."""
-        now = _list_sockets()
+        now = list_sockets()
         for number, inode in list(_GROUP_SOCKETS.items()):
             if now.get(number) == inode:
-                _shut_socket(number)
+                shut_socket(number)
 
     def close_process_group(self) -> None:
         """Closes the process group, so that the process can open another one. Ranks that still
@@ -323,8 +322,8 @@ def _shut_connections(world: World) -> None:
     any more, but DDP and FSDP do.
     """
     port = int((world.master or "").rpartition(":")[2])
-    for number in _list_sockets():
-        _shut_socket(number, kept_port=port)
+    for number in list_sockets():
+        shut_socket(number, kept_port=port)
 
 
 _LEFT_GROUPS: list[Any] = []
@@ -332,24 +331,3 @@ _LEFT_GROUPS: list[Any] = []
 _MAX_LEFT_GROUPS = 2
 _GROUP_SOCKETS: dict[int, str] = {}
 """Of the open process group: descriptor → what the kernel calls the socket."""
-
-
-def _list_sockets() -> dict[int, str]:
-    """Return this process's sockets: descriptor → what the kernel calls the socket."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith("socket:") and int(name) > 2:
-                found[int(name)] = target
-    return found
-
-
-def _shut_socket(number: int, kept_port: int | None = None) -> None:
-    """Shuts a TCP connection, unless one of its ends has the kept port."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-        if connection.family not in (socket.AF_INET, socket.AF_INET6):
-            return
-        ends = (connection.getsockname(), connection.getpeername())
-        if kept_port not in [end[1] for end in ends]:
-            connection.shutdown(socket.SHUT_RDWR)

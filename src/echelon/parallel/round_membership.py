@@ -6,13 +6,23 @@ import contextlib
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
 
 from echelon.parallel.process_group import RankGroup
-from echelon.parallel.store import PeerFailedError, read_failure
+from echelon.parallel.store import PeerFailedError, connect_to_store, read_failure
 from echelon.runs.failure import SUPERSEDED_ROUND, Failure
 from echelon.runs.heartbeat import Heartbeat
+from echelon.utils.sockets import shut_connections_to_port
 from echelon.world import World
-from echelon.world.rounds import INCARNATION_VARIABLE, Round, RoundStore, get_round_prefix
+from echelon.world.rounds import (
+    INCARNATION_VARIABLE,
+    Round,
+    RoundStore,
+    get_round_prefix,
+    read_round_file,
+)
 from echelon.world.sealed_store import SealedStore
 
 _POLL_S = 0.005
@@ -29,10 +39,13 @@ class RoundMembership:
         env: Mapping[str, str],
         timeout_s: float,
         heartbeat: Heartbeat,
+        round_file: Path,
     ) -> None:
         self._store, self.world, self._timeout_s = store, world, timeout_s
-        self._heartbeat = heartbeat
-        self._attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._address = _normalize_address(world.master or "")
+        self._heartbeat, self._round_file = heartbeat, round_file
+        self._env = env
+        self._attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._rounds = RoundStore(store, self._attempt)
         self._incarnation = int(env.get(INCARNATION_VARIABLE, "0"))
         self.slot = world.rank
@@ -73,15 +86,22 @@ class RoundMembership:
 
     def report_transient(self, failure: Failure) -> None:
         """Say why this rank ends alone, for the agent that replaces it."""
-        self._rounds.report_transient(self.slot, failure.to_json())
+        with contextlib.suppress(dist.DistError):  # the exit code says enough
+            self._rounds.report_transient(self.slot, failure.to_json())
 
     def wait_as_replacement(self) -> RankGroup:
         """Say that this process is ready, and return the group of the round that it belongs to."""
-        self._rounds.offer_replacement(self.slot, self._incarnation)
+        offered_at = ""
         while True:
-            newest = self._rounds.read_newest()
+            newest = self._read_newer_round()
             if newest is not None and self.slot in newest.slots:
                 return self._enter(newest)
+            with contextlib.suppress(dist.DistError, OSError):  # another store follows a lost one
+                if newest is not None:
+                    self._use_store_of(newest)
+                if offered_at != self._address:
+                    self._rounds.offer_replacement(self.slot, self._incarnation)
+                    offered_at = self._address
             time.sleep(_POLL_S)
 
     def wait_for_next_round(self, group: RankGroup, timeout_s: float) -> RankGroup | None:
@@ -89,16 +109,35 @@ class RoundMembership:
         goes on without this rank. Raises PeerFailedError where the world has failed instead."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            newest = self._rounds.read_newest()
-            if newest is not None and newest.number > self.round.number:
+            newest = self._read_newer_round()
+            if newest is not None:
                 return self._enter(newest) if self.slot in newest.slots else None
-            failure = None if group.store is None else read_failure(group.store)
+            failure = None
+            with contextlib.suppress(dist.DistError):  # the next round has another store
+                failure = None if group.store is None else read_failure(group.store)
             if failure is not None and failure.summary != SUPERSEDED_ROUND:
                 raise PeerFailedError(failure)
             time.sleep(_POLL_S)
         return None
 
+    def _read_newer_round(self) -> Round | None:
+        """Return the newest round if this rank is not in it yet."""
+        heartbeat = self._heartbeat
+        if max(heartbeat.planned_round, heartbeat.unplanned_round) <= self.round.number:
+            return None
+        newest = read_round_file(self._round_file, self._attempt)
+        return newest if newest is not None and newest.number > self.round.number else None
+
+    def _use_store_of(self, newest: Round) -> None:
+        """Go over to the store of a round, if it is another one."""
+        address = _normalize_address(newest.store)
+        if address != self._address:
+            self._store = SealedStore.open(connect_to_store(address, self._timeout_s), self._env)
+            self._address = address
+            self._rounds = RoundStore(self._store, self._attempt)
+
     def _enter(self, newest: Round) -> RankGroup:
+        self._use_store_of(newest)
         self.round = newest
         world = newest.place(self.world, self.slot)
         if world.size == 1:
@@ -114,5 +153,14 @@ class RoundMembership:
             current = self.round.number
             if self._heartbeat.unplanned_round > current:
                 RankGroup.interrupt_process_group()
+                newest = self._read_newer_round()
+                if newest is not None and _normalize_address(newest.store) != self._address:
+                    shut_connections_to_port(int(self._address.rpartition(":")[2]))
                 while self.round.number == current:
                     time.sleep(_WATCH_INTERVAL_S)
+
+
+def _normalize_address(address: str) -> str:
+    """Return HOST:PORT without the brackets that IPv6 addresses may have."""
+    host, _, port = address.rpartition(":")
+    return f"{host.strip('[]')}:{port}"

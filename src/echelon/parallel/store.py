@@ -6,14 +6,19 @@ A rank that fails publishes its failure there, so every wait ends when a failure
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
 
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.runs.failure import Failure
 from echelon.world.sealed_store import SealedStore
 
+_CONNECT_TIMEOUT_S = 10.0
 SILENT_WAIT_S = 2.0
 """A wait that takes longer is reported."""
 
@@ -24,6 +29,18 @@ class PeerFailedError(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.summary)
         self.failure = failure
+
+
+class StoreLostError(EchelonError):
+    """The process that hosts the store has gone."""
+
+
+def connect_to_store(address: str, timeout_s: float) -> dist.Store:
+    """Return a client of the store at HOST:PORT, which is there already."""
+    host, _, port = address.rpartition(":")
+    # torch's client would try again for minutes.
+    socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    return dist.TCPStore(host, int(port), None, False, timedelta(seconds=timeout_s), False)
 
 
 def print_wait_message(text: str, timeout_s: float) -> bool:
@@ -44,7 +61,7 @@ def wait_for_keys(store: SealedStore, keys: list[str], timeout_s: float) -> list
             if not all_here and waited > timeout_s:
                 return [i for i, key in enumerate(keys) if not store.check([key])]
         except Exception as error:
-            raise EchelonError(
+            raise StoreLostError(
                 Fault(
                     f"the process that hosts this world's meeting point went away: {error}",
                     "look at the end of rank 0's output, and start again",

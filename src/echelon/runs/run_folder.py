@@ -114,6 +114,16 @@ class Run:
         return self.folder / f".heartbeat-{node}"
 
     @property
+    def membership_file(self) -> Path:
+        """Which nodes go on since one was lost, by the agent that leads."""
+        return self.folder / ".membership"
+
+    def get_round_file(self, node: int) -> Path:
+        """Written by the agent of a node for its ranks: who takes part, and which store they
+        use."""
+        return self.folder / f".round-{node}"
+
+    @property
     def cancel_file(self) -> Path:
         """Made by whoever cancels the run. A separate file: status.json belongs to the run
         and a second writer would lose fields of the first."""

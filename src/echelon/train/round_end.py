@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from echelon.parallel.store import PeerFailedError
+from echelon.parallel.store import PeerFailedError, StoreLostError
 from echelon.runs.failure import SUPERSEDED_ROUND
 from echelon.train.step_boundary import RegroupRequested
 
@@ -19,4 +19,4 @@ def is_round_end(error: BaseException | None) -> bool:
     if isinstance(error, PeerFailedError):
         return error.failure.summary == SUPERSEDED_ROUND
     is_of_group = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
-    return isinstance(error, (RegroupRequested, RoundLost)) or is_of_group
+    return isinstance(error, (RegroupRequested, RoundLost, StoreLostError)) or is_of_group

@@ -212,9 +212,11 @@ class RankWorker:
         are not replaced."""
         if group.store is None or not self.config.launch.max_replacements:
             return None
+        assert self.run is not None
         store = group.store.root
         heartbeat, limit_s = self.heartbeat, group.timeout_s
-        return RoundMembership(store, group.world, os.environ, limit_s, heartbeat)
+        file = self.run.get_round_file(group.world.node_rank)
+        return RoundMembership(store, group.world, os.environ, limit_s, heartbeat, file)
 
     def end(self, outcome: ExitCode) -> None:
         """End a training that was not failed by an error: wait for the other ranks and for the last
@@ -425,7 +427,9 @@ class RankWorker:
         assert self.group is not None
         if self.rounds is not None and can_leave and is_round_end(error):
             self.group.interrupt_process_group()  # so that all leave the round
-            found = self.rounds.wait_for_next_round(self.group, _NEXT_ROUND_TIMEOUT_S)
+            # A leader that has fallen silent is noticed first, and another one elected.
+            limit_s = _NEXT_ROUND_TIMEOUT_S + 2 * self.config.launch.silence_s
+            found = self.rounds.wait_for_next_round(self.group, limit_s)
             if found is not None:
                 return found
         raise (error.__cause__ if isinstance(error, RoundLost) else None) or error

@@ -2,22 +2,24 @@
 
 A world begins with round 0, in which every rank takes part. When a rank is lost the others go on in
 the next round, with new numbers; when its replacement is ready, one more round has all of them
-again. Agents decide on rounds and publish them in the store of the world; ranks read them there.
+again. The agent that leads decides on rounds; every agent writes them into a file for its ranks.
+What ranks and agents of a round tell each other is in the store that the round names: that of the
+leader, which may be lost.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from echelon.utils.files import read_json_object, write_json_atomically
 from echelon.world.sealed_store import SealedStore
 from echelon.world.types import World
 
 INCARNATION_VARIABLE = "ECHELON_INCARNATION"
 """Set for a process that replaces a lost rank: how many processes its slot has had before."""
-_ROUND_KEY = "round"
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,8 @@ class Round:
     finish a step of the round before."""
     reason: str = ""
     """Why it began, for a person."""
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Round:
-        return cls.from_fields(json.loads(text))
+    store: str = ""
+    """HOST:PORT of the store that its ranks use."""
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Round:
@@ -47,7 +44,21 @@ class Round:
 
     def place(self, world: World, slot: int) -> World:
         """Return the place of the rank with this slot, which had `world` in another round."""
-        return replace(world, rank=self.slots.index(slot), size=len(self.slots))
+        master = self.store or world.master
+        return replace(world, rank=self.slots.index(slot), size=len(self.slots), master=master)
+
+
+def write_round_file(file: Path, attempt: int, round_: Round) -> None:
+    """Tell the ranks of a node which round is the newest one."""
+    write_json_atomically(file, {"attempt": attempt, "round": asdict(round_)})
+
+
+def read_round_file(file: Path, attempt: int) -> Round | None:
+    """Return the newest round of an attempt; None in round 0."""
+    found = read_json_object(file)
+    if found is None or found.get("attempt") != attempt:
+        return None
+    return Round.from_fields(found["round"])
 
 
 def get_round_prefix(attempt: int | str, number: int) -> str:
@@ -61,15 +72,6 @@ class RoundStore:
     def __init__(self, store: SealedStore, attempt: int | str) -> None:
         self._store = store
         self._prefix = f"rounds/{attempt}"
-
-    def publish(self, round_: Round) -> None:
-        """Make a round the newest one."""
-        self._store.set(f"{self._prefix}/{_ROUND_KEY}", round_.to_json())
-
-    def read_newest(self) -> Round | None:
-        """Return the newest round; None in round 0."""
-        key = f"{self._prefix}/{_ROUND_KEY}"
-        return Round.from_json(self._store.get(key)) if self._store.check([key]) else None
 
     def count_member(self, number: int) -> None:
         """Note that this rank trains in the round with this number, and could go on without another

@@ -13,14 +13,17 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
+    Worker,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
@@ -34,10 +37,10 @@ from echelon.launch.node.fork_server import (
     ForkServerGone,
     WorkerSpawnRequest,
 )
-from echelon.launch.node.lifeline import HungRank, Lifeline, RankHeartbeats
+from echelon.launch.node.lifeline import HungRank, Lifeline, RankHeartbeats, SlotAssignment
 from echelon.launch.node.log_stamps import NodeLogs
-from echelon.launch.node.rank_replacement import RankReplacement
-from echelon.launch.node.rendezvous import FixedRendezvous, host_store
+from echelon.launch.node.rank_replacement import RankReplacement, ReplacementLimits, WorldStore
+from echelon.launch.node.rendezvous import FixedRendezvous, connect_to_leader, host_store
 from echelon.launch.node.stack_exchange import StackExchange
 from echelon.launch.plan import NodeSpec
 from echelon.runs import failure as failures
@@ -46,11 +49,14 @@ from echelon.runs.heartbeat import HeartbeatRecord, HeartbeatTable
 from echelon.runs.run_folder import Run
 from echelon.runs.stack_text import render_stack
 from echelon.utils.processes import read_stat_fields
+from echelon.utils.sockets import shut_connections_to_port
 from echelon.world.network_key import KEY_VARIABLE
-from echelon.world.rounds import INCARNATION_VARIABLE
-from echelon.world.sealed_store import SealedStore
+from echelon.world.rounds import INCARNATION_VARIABLE, Round, write_round_file
+from echelon.world.sealed_store import SealedStore, derive_store_key
 
 _MONITOR_INTERVAL_S = 0.05
+_LEADER_LOSS_S = 3.0
+"""A leader's store may be gone a moment before its lifeline."""
 _KILL_WAIT_S = 5.0
 
 
@@ -65,18 +71,28 @@ class NodeJob:
     hang_s: float
     key: str
     """Of the job; see `world/network_key.py`."""
-    max_replacements: int = 0
-    """How often in a row lost ranks are replaced without a step between."""
+    limits: ReplacementLimits
+    """How often in a row lost ranks are replaced without a step between; 0: never."""
     program: list[str] = field(default_factory=list)
     """The words of a program to run instead of the experiment."""
     is_plain: bool = False
     """Whether the program gets no variables of torchrun's (mode=plain)."""
+    report_nodes: Callable[[list[int]], None] = lambda nodes: None
+    """Called on the leader with the nodes that go on, when one is lost or comes back."""
 
     @property
     def shows_rank_0(self) -> bool:
         """Whether the agent prints rank 0's log. An experiment prints by itself; a program does not
         know that it should."""
         return bool(self.program)
+
+
+class SpareReleased(Exception):
+    """The run is over, and this spare was not needed."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"the run ended with {code}")
+        self.code = code
 
 
 class NodeAgent(SimpleElasticAgent):
@@ -95,9 +111,16 @@ class NodeAgent(SimpleElasticAgent):
         fork_server: ForkServer,
         lifeline: Lifeline,
         job: NodeJob,
+        standby_store: SealedStore | None = None,
+        on_lead: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(spec, exit_barrier_timeout=300)
+        super().__init__(spec)
         self._tcp_store = store
+        self._standby_store, self._on_lead = standby_store, on_lead
+        self._leader_changes = 0
+        """How often the store was that of another leader since the beginning."""
+        self._place = job.node.rank
+        """The number of the node whose ranks this one runs."""
         self._port = store.port
         """Of the store that the workers are given."""
         self._fork_server = fork_server
@@ -122,6 +145,9 @@ class NodeAgent(SimpleElasticAgent):
         """Present where lost ranks can be replaced while the others go on."""
         self._lost_ranks: set[int] = set()
         """Local ranks that were reported as lost and have not been started again."""
+        self._reported_nodes: list[int] = []
+        self._has_copied_keys = False
+        """Whether the standby store has what replacements need."""
         self._hang_failures: dict[int, Failure] = {}
         """Local rank → why it was killed, if it was, for standing still."""
         self._heartbeat_watch = HeartbeatTable(self._heartbeat_file, spec.local_world_size)
@@ -131,6 +157,7 @@ class NodeAgent(SimpleElasticAgent):
         )
         self.failure: Failure | None = None
         """The first failure of the newest attempt."""
+        lifeline.on_leader_lost = lambda: shut_connections_to_port(self._tcp_store.port)
 
     def is_rank_killed(self, local_rank: int) -> bool:
         """Return whether this local rank ended by a signal, without a chance to print its last
@@ -139,25 +166,41 @@ class NodeAgent(SimpleElasticAgent):
 
     # --- called by torch's agent ---
 
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        """Start the workers after a rendezvous. A spare waits until it is given ranks."""
+        if not self._job.node.is_spare:
+            super()._initialize_workers(worker_group)
+            return
+        while (assignment := self._lifeline.find_assignment()) is None:
+            if self._lifeline.over_code is not None:
+                raise SpareReleased(self._lifeline.over_code)
+            time.sleep(_MONITOR_INTERVAL_S)
+        self._take_slots(assignment, worker_group)
+        worker_group.state = WorkerState.HEALTHY
+
+    def _take_slots(self, assignment: SlotAssignment, group: WorkerGroup) -> None:
+        """Run the ranks of a lost node: each is one that has to be replaced."""
+        self._place, self._attempt = assignment.place, assignment.attempt
+        size = assignment.world_size
+        # torch declares them as None, and sets numbers itself.
+        group.group_rank = assignment.place  # type: ignore[assignment]
+        group.group_world_size = self._job.node.node_count  # type: ignore[assignment]
+        group.workers = [
+            Worker(local_rank, slot, slot, size, size)
+            for local_rank, slot in enumerate(assignment.slots)
+        ]
+        self._begin_attempt(group, assignment.first_incarnation)
+        self._remaining_restarts = 0
+        self._lost_ranks = set(self._ranks)
+        self._exit_codes = dict.fromkeys(self._ranks, -int(signal.SIGKILL))
+
+    def _exit_barrier(self) -> None:
+        """Wait for nobody: all nodes have said over the lifeline that they are done."""
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the workers of one attempt; returns their process ids by local rank."""
         self._attempt += 1
-        self._pids, self._exit_codes, self._unsignalled_ranks, self._has_reported_done = (
-            {},
-            {},
-            [],
-            False,
-        )
-        self._ranks = {w.local_rank: w.global_rank for w in worker_group.workers}
-        self._heartbeat_watch = HeartbeatTable(
-            self._heartbeat_file, worker_group.spec.local_world_size
-        )
-        self._log_stamps = NodeLogs(
-            self._run, self._job.node, list(self._ranks.values()), self._job.shows_rank_0
-        )
-        self._lifeline.begin_attempt(self._attempt)
-        self._lost_ranks, self._hang_failures = set(), {}
-        self._replacement = self._make_replacement()
+        self._begin_attempt(worker_group)
         self._port = self._get_worker_store_port()
         # The same on every node, whichever of them noticed the failure first.
         self._remaining_restarts = worker_group.spec.max_restarts - self._attempt
@@ -171,8 +214,61 @@ class NodeAgent(SimpleElasticAgent):
                 self._handle_fork_server_events()
         return {local_rank: str(pid) for local_rank, pid in self._pids.items()}
 
+    def _begin_attempt(self, group: WorkerGroup, first_incarnation: int = 0) -> None:
+        """Forget what was of an earlier attempt."""
+        self._pids, self._exit_codes, self._unsignalled_ranks = {}, {}, []
+        self._has_reported_done = False
+        self._ranks = {w.local_rank: w.global_rank for w in group.workers}
+        self._run.get_round_file(self._place).unlink(missing_ok=True)
+        self._heartbeat_watch = HeartbeatTable(self._heartbeat_file, len(group.workers))
+        self._log_stamps = NodeLogs(
+            self._run, self._job.node, list(self._ranks.values()), self._job.shows_rank_0
+        )
+        self._lost_ranks, self._hang_failures = set(), {}
+        self._lifeline.begin_attempt(self._attempt, self._ranks.values(), self._place)
+        self._replacement = self._make_replacement(group.workers[0].world_size, first_incarnation)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look at the workers once; torch's agent calls this twenty times a second.
+
+        While the leader is lost nothing is decided: another node follows it, or this one ends.
+        """
+        lifeline = self._lifeline
+        try:
+            if not lifeline.is_electing:
+                self._follow_leader()
+                return self._look_at_workers(worker_group)
+        except dist.DistError:
+            deadline = time.monotonic() + _LEADER_LOSS_S
+            while not lifeline.is_electing and lifeline.leader_changes == self._leader_changes:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_MONITOR_INTERVAL_S)
+        return RunResult(state=WorkerState.HEALTHY)
+
+    def _follow_leader(self) -> None:
+        """Go on with the store of the node that leads, if that is another one than before."""
+        changes = self._lifeline.leader_changes
+        if changes == self._leader_changes:
+            return
+        known = self._lifeline.membership
+        if self._lifeline.is_leader:
+            assert self._standby_store is not None
+            self._tcp_store = self._standby_store
+            self._on_lead()
+            self._stacks.take_requests()
+        else:
+            client = connect_to_leader(known.members[known.leader].store)
+            self._tcp_store = SealedStore(client, derive_store_key(self._job.key))
+        self._leader_changes, self._port = changes, self._tcp_store.port
+        if self._replacement is not None:
+            self._replacement.use_store(self._make_world_store())
+
+    def _make_world_store(self) -> WorldStore:
+        return WorldStore(self._tcp_store, f"{self._tcp_store.host}:{self._tcp_store.port}")
+
+    def _look_at_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Look at the workers once.
 
         Returns FAILED as soon as a rank of this or another node has failed or hangs, SUCCEEDED when
         the ranks of all nodes have ended well, else HEALTHY.
@@ -188,8 +284,13 @@ class NodeAgent(SimpleElasticAgent):
         cause = self._find_first_failure(failed)
         if cause is not None:
             self._close_rounds()
+            has_lost_nodes = bool(self._lifeline.membership.lost_hosts)
+            self._lifeline.set_survival(False)
             self._kill_all_workers()  # peers of a dead rank only wait, and would blame each other
             self.failure = self._lifeline.agree_on_failure(self._attempt, cause)
+            if has_lost_nodes and self._remaining_restarts:
+                # All nodes of the beginning would meet; another job may have them.
+                self.failure = replace(self.failure, exit=int(ExitCode.NODE_LOST))
             if self.failure.exit == ExitCode.NODE_LOST:
                 self._remaining_restarts = 0  # there is nobody to start again with
             self._write_failure_to_logs()
@@ -232,21 +333,19 @@ class NodeAgent(SimpleElasticAgent):
         takes part is told by the others."""
         if not replacement.round.number:
             return False
-        attempt = self._tcp_store.open_prefix(f"echelon/{self._attempt}")
         if any(code in (ExitCode.OK, ExitCode.PREEMPTED) for code in self._exit_codes.values()):
-            if not self._has_reported_done:
-                attempt.set("ranks end", "1")
+            self._lifeline.report_ending(self._attempt)
             return True
         is_any_member = any(slot in replacement.round.slots for slot in self._ranks.values())
-        return not is_any_member and attempt.check(["ranks end"])
+        return not is_any_member and self._lifeline.is_ending(self._attempt)
 
     def _are_all_nodes_done(self) -> bool:
         """Return whether the ranks of every node have ended. Until then a rank of another node may
         still fail, and then all start again."""
-        attempt = self._tcp_store.open_prefix(f"echelon/{self._attempt}")
-        done = attempt.add("nodes done", 0 if self._has_reported_done else 1)
-        self._has_reported_done = True
-        return done >= self._job.node.node_count
+        if not self._has_reported_done:
+            self._has_reported_done = True
+            self._lifeline.report_done(self._attempt, int(max(self._exit_codes.values())))
+        return self._lifeline.find_end(self._attempt) is not None
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
         self._kill_all_workers()
@@ -260,7 +359,7 @@ class NodeAgent(SimpleElasticAgent):
 
     @property
     def _heartbeat_file(self) -> Path:
-        return self._run.get_heartbeat_file(self._job.node.rank)
+        return self._run.get_heartbeat_file(self._place)
 
     def _get_worker_store_port(self) -> int:
         """Return the port of the store that the workers are given.
@@ -291,7 +390,7 @@ class NodeAgent(SimpleElasticAgent):
             "RANK": rank,
             "LOCAL_RANK": worker.local_rank,
             "WORLD_SIZE": worker.world_size,
-            "LOCAL_WORLD_SIZE": group.spec.local_world_size,
+            "LOCAL_WORLD_SIZE": len(group.workers),
             "GROUP_RANK": group.group_rank,
             "GROUP_WORLD_SIZE": group.group_world_size,
             "MASTER_ADDR": self._tcp_store.host,
@@ -369,12 +468,13 @@ class NodeAgent(SimpleElasticAgent):
         if self._replacement is not None:
             self._replacement.close()
 
-    def _make_replacement(self) -> RankReplacement | None:
-        node, limit = self._job.node, self._job.max_replacements
-        if self._job.program or not limit or node.node_count * node.procs == 1:
+    def _make_replacement(self, world_size: int, first_incarnation: int) -> RankReplacement | None:
+        limits = self._job.limits
+        if self._job.program or not limits.max_losses or world_size == 1:
             return None
+        store, run = self._make_world_store(), self._run
         return RankReplacement(
-            self._lifeline, self._tcp_store, node, self._attempt, limit, self._run
+            self._lifeline, store, world_size, self._attempt, limits, run, first_incarnation
         )
 
     def _replace_lost_ranks(self, replacement: RankReplacement, group: WorkerGroup) -> None:
@@ -392,11 +492,11 @@ class NodeAgent(SimpleElasticAgent):
             failure = failure or self._make_loss_failure(replacement, local_rank, code)
             replacement.report_loss(self._ranks[local_rank], failure)
         done = [self._ranks[r] for r, code in self._exit_codes.items() if code == ExitCode.OK]
+        self._prepare_for_lost_nodes(replacement)
+        self._report_changed_nodes()
         newest = replacement.advance(self._lifeline.find_newest_step(), done)
         if newest is not None:
-            self._heartbeat_watch.write_round(newest.number, newest.is_planned)
-            if self._job.node.rank == 0:
-                _print_over_progress(newest.reason)
+            self._publish_round(newest)
         elif not self._lost_ranks:
             self._kill_hung_rank(replacement)
         for worker in group.workers:
@@ -406,6 +506,36 @@ class NodeAgent(SimpleElasticAgent):
                 and replacement.may_start(worker.global_rank)
             ):
                 self._start_replacement(replacement, worker, group)
+
+    def _prepare_for_lost_nodes(self, replacement: RankReplacement) -> None:
+        """Say whether the ranks could go on without a node, and end them where the leader asks for
+        it since too few nodes are left."""
+        if self._lifeline.is_leader:
+            self._lifeline.set_survival(replacement.can_replace())
+        if self._standby_store is not None and not self._has_copied_keys:
+            self._has_copied_keys = self._lifeline.membership.survives
+            if self._has_copied_keys:
+                replacement.copy_shared_keys(self._standby_store)
+        if self._lifeline.stop_reason and self._stop_signal is None:
+            if self._lifeline.is_leader:
+                _print_over_progress(self._lifeline.stop_reason)
+            self._stop_signal = signal.SIGTERM
+            self._forward_stop_signal()
+
+    def _report_changed_nodes(self) -> None:
+        """On the leader, say who makes up the world once nodes were lost, and after each change."""
+        known = self._lifeline.committed
+        nodes = sorted(known.members)
+        if self._lifeline.is_leader and known.lost_hosts and nodes != self._reported_nodes:
+            self._reported_nodes = nodes
+            self._job.report_nodes(nodes)
+
+    def _publish_round(self, newest: Round) -> None:
+        """Tell the ranks of this node of a round. First what it is, then that it is there."""
+        write_round_file(self._run.get_round_file(self._place), self._attempt, newest)
+        self._heartbeat_watch.write_round(newest.number, newest.is_planned)
+        if self._lifeline.is_leader:
+            _print_over_progress(newest.reason)
 
     def _is_replaceable(self, replacement: RankReplacement, local_rank: int, code: int) -> bool:
         """Return whether a rank with this exit code may be replaced: it was killed, or asked for

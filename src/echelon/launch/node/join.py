@@ -35,14 +35,15 @@ def join_run(
     procs: int | None = None,
     on_port: Callable[[int], None] | None = None,
     report_failure: Callable[[Failure], None] = print_failure,
+    report_nodes: Callable[[list[int]], None] = lambda nodes: None,
 ) -> int:
-    """Take part in the run of this folder as one of `nodes` nodes; returns the exit code of the
-    run.
+    """Take part in the run of this folder as one of `nodes` nodes, spares included; returns the
+    exit code of the run.
 
     `find_master` returns HOST:PORT of node 0, and may wait until that is known. `rank` is the
     number of this node; by default the launcher reads it from the variables. `on_port` is called
-    with the port of node 0's store once it is open, and `report_failure` with the first failure of
-    the world, on node 0.
+    with the port of the leader's store once it is open, `report_failure` with the first failure of
+    the world, and `report_nodes` with the nodes that go on where one is lost, each on the leader.
     """
     run = Run(Path(folder))
     if not run.config_file.exists():
@@ -60,20 +61,19 @@ def join_run(
     procs = _count_processes(launcher, config, rank, procs, os.environ)
     os.environ |= make_thread_variables(config, procs, os.environ)
     host, _, port = find_master().rpartition(":")
-    node = NodeSpec(rank, nodes, procs, host.strip("[]"), int(port))
+    spares = config.launch.spares
+    node = NodeSpec(rank, nodes - spares, procs, host.strip("[]"), int(port), spares)
     os.environ |= make_network_variables(config, node.master_host, os.environ)
-    serving = partial(
-        run_node,
+    return run_node(
         launcher,
         config,
         node,
         lambda store, ask: _claim_on_node_0(run, launcher, rank),
         on_port,
         report_failure,
+        partial(_record_exit_code, run) if launcher.leaves_exit_code else lambda code: None,
+        report_nodes,
     )
-    if launcher.leaves_exit_code and rank == 0:
-        return _run_and_record_exit_code(run, serving)
-    return serving()
 
 
 def _claim_on_node_0(run: Run, launcher: Launcher, rank: int) -> Run:
@@ -83,22 +83,14 @@ def _claim_on_node_0(run: Run, launcher: Launcher, rank: int) -> Run:
     return run
 
 
-def _run_and_record_exit_code(run: Run, run_node: Callable[[], int]) -> int:
-    """Run the node and leave its exit code in the run folder.
+def _record_exit_code(run: Run, code: int) -> None:
+    """Leave the exit code of the run in its folder, on the node that leads.
 
-    Node 0's code is the run's. What started the nodes, such as `srun`, returns that of the worst
-    node, which may be one that was killed.
+    What started the nodes, such as `srun`, returns that of the worst node, which may be one that
+    was killed.
     """
-    code = int(ExitCode.FAILED)
-    try:
-        code = run_node()
-    except EchelonError as error:
-        code = error.exit
-        raise
-    finally:
-        with contextlib.suppress(OSError):
-            run.agent_exit_file.write_text(f"{code:d}\n", encoding="utf-8")
-    return code
+    with contextlib.suppress(OSError):
+        run.agent_exit_file.write_text(f"{code:d}\n", encoding="utf-8")
 
 
 def _count_processes(

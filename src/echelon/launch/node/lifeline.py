@@ -1,9 +1,13 @@
-"""How nodes learn that another one died, was cut off or hangs.
+"""How nodes learn that another one died, was cut off or hangs, and who of them leads.
 
-The agent of every node holds one connection to node 0's agent and exchanges messages over it, as
-`message_channel.py` describes. A closed connection or silence is a lost node. Node 0 decides which
-failure was the first and tells everybody at once. torch's store cannot do this: it does not know
+The agent of every node holds one TCP connection to the agent that leads, at first node 0's, and
+exchanges messages over it (`lifeline_sockets.py`). A closed connection or silence is a lost node.
+The leader decides which failure was the first, which nodes make up the world (`membership.py`) and
+which round comes next, and tells everybody at once. torch's store cannot do this: it does not know
 when a client is gone.
+
+Every agent stands by to lead. Where the leader is lost the others hold an election: the lowest node
+that still lives leads, if a majority of the nodes connects to it and accepts.
 """
 
 from __future__ import annotations
@@ -13,28 +17,31 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-from echelon.errors import ExitCode
-from echelon.launch.node.message_channel import (
-    ChannelClosed,
-    ChannelListener,
-    MessageChannel,
-    connect_channel,
-    encode_message,
-)
+from echelon.errors import EchelonError, ExitCode
+from echelon.launch.node.lifeline_sockets import LeaderConnection, NodeServer
+from echelon.launch.node.membership import Member, Membership
+from echelon.launch.node.message_channel import Message
 from echelon.runs.failure import Failure
 from echelon.world.rounds import Round
 
 SILENCE_LIMIT_S = 14.0
-"""A node that sends nothing for so long is down or cut off."""
-_BEAT_INTERVAL_S = 1.0
+"""Default of `launch.silence_s`."""
 _AGREE_TIMEOUT_S = 3.0
 _LEAVE_TIMEOUT_S = 5.0
+_ACCEPT_TIMEOUT_S = 5.0
+_CONNECT_TIMEOUT_S = 1.5
+"""For a node that may lead: it listens already, or is lost as well."""
+_ELECTION_SLACK_S = 8.0
+"""Nodes notice the loss of a leader at different times, by a heartbeat and by their load."""
+_LATE_NODES_S = 3.0
+"""How long an election waits for living nodes beyond a majority: those that come later are lost."""
+_POLL_S = 0.01
 _EVERY_ATTEMPT = -1
-"""In place of an attempt: a lost node ends all of them, as nobody is left to restart with."""
+"""In place of an attempt: a lost node ends all of them, where nobody is left to restart with."""
 
 RankHeartbeats = list[dict[str, Any]]
 """What an agent knows of its living ranks: rank, beats, step, begun, still (seconds without a
@@ -62,6 +69,25 @@ class RankLoss(NamedTuple):
     failure: Failure
 
 
+class LostNode(NamedTuple):
+    """A node that is lost while the others go on."""
+
+    member: Member
+    failure: Failure
+
+
+class SlotAssignment(NamedTuple):
+    """The ranks of a lost node, which a spare takes over."""
+
+    attempt: int
+    place: int
+    """The number of the lost node."""
+    slots: tuple[int, ...]
+    world_size: int
+    first_incarnation: int
+    """Its replacements count from here, so that none is taken for one of the lost node."""
+
+
 class HeartbeatReport(NamedTuple):
     """The heartbeats of one node together with the attempt that they belong to.
 
@@ -74,375 +100,676 @@ class HeartbeatReport(NamedTuple):
     """None: nothing is known of the ranks in this attempt."""
 
 
-class Lifeline:
-    """The lifeline of a world of one node, which has nobody to inform; also the interface of the
-    others."""
+@dataclass
+class _OwnState:
+    """What this node has reported, for a leader that has not heard it."""
 
-    def __init__(self) -> None:
+    done: dict[int, int] = field(default_factory=dict)
+    """Attempt → the exit code of this node's ranks."""
+    ending: set[int] = field(default_factory=set)
+    """Attempts in which a rank of this node has ended well."""
+    losses: list[tuple[int, RankLoss]] = field(default_factory=list)
+    """What no round takes into account yet."""
+    replacements: dict[int, dict[int, int]] = field(default_factory=dict)
+
+    def to_messages(self) -> list[Message]:
+        """Return the messages by which it was reported."""
+        replaced = [(a, s, i) for a, of in self.replacements.items() for s, i in of.items()]
+        return [
+            *(_make_loss_message(attempt, loss) for attempt, loss in self.losses),
+            *({"replacement": [slot, number], "attempt": a} for a, slot, number in replaced),
+            *({"ending": attempt} for attempt in self.ending),
+            *({"done": code, "attempt": attempt} for attempt, code in self.done.items()),
+        ]
+
+
+class Lifeline:
+    """One node's end of the lifelines. A world of one node has no connections; its only node
+    leads.
+
+    Methods are called by the agent; messages arrive in threads.
+    """
+
+    def __init__(self, own: Member | None = None, silence_s: float = SILENCE_LIMIT_S) -> None:
+        self.own = own or Member(0, socket.gethostname(), place=0)
+        self.is_leader = True
+        self.is_isolated = False
+        """Whether this node ends because it has no majority: the others may go on without it."""
+        self.leader_changes = 0
+        self.membership = Membership(0, self.own.node, {self.own.node: self.own})
+        self._committed = self.membership
+        """The newest membership that a quorum of the one before it has accepted."""
+        self._accepted: dict[int, int] = {}
+        """Node → the epoch of the membership that it has accepted last."""
+        self._is_unsent = False
+        """Whether the other nodes have yet to hear of the membership."""
+        self._silence_s = silence_s
+        self._server: NodeServer | None = None
+        self._leader: LeaderConnection | None = None
+        self._leading_member = Member(0, "node 0", place=0)
+        """The leader, as it has introduced itself."""
+        self._key = b""
+        self._nodes = 1
+        self._on_ended: Callable[[Failure], None] = lambda failure: None
+        self._lock = threading.RLock()
+        self._is_over = False
+        self._pledges: dict[int, Message] = {}
+        """Node → how it introduced itself to this one, which does not lead yet."""
+        self.is_electing = False
+        """Whether the leader is lost, and no other one found yet."""
+
+        self._attempt = 0
         self._failures: dict[int, Failure] = {}
-        self._heartbeats: RankHeartbeats = []
+        self._report = HeartbeatReport(0, None)
+        self._reports: dict[int, HeartbeatReport] = {}
+        """Of the other nodes, on the leader."""
+        self._hung_ranks: dict[int, HungRank] = {}
         self._losses: deque[tuple[int, RankLoss]] = deque()
+        self._lost_nodes: deque[LostNode] = deque()
         self._replacements: dict[int, dict[int, int]] = {}
         self._rounds: dict[int, Round] = {}
+        self._done: dict[int, dict[int, int]] = {}
+        """Attempt → node → exit code, on the leader."""
+        self._ended: dict[int, int] = {}
+        self._ending: set[int] = set()
+        self._state = _OwnState()
+        self._assignment: SlotAssignment | None = None
+        self.stop_reason = ""
+        """Why all ranks are to save and end, if the leader has said so."""
+        self.over_code: int | None = None
+        """The exit code of the run, once the leader has said that it is over."""
         self.on_stack_message: Callable[[dict[str, Any]], None] = lambda message: None
         """Called from a thread with what another node sends about stacks; see
         `stack_exchange.py`."""
+        self.on_leader_lost: Callable[[], None] = lambda: None
+        """Called from a thread: the leader's store answers no more, and nobody should wait."""
 
-    def begin_attempt(self, attempt: int) -> None:
-        """Forget the heartbeats of the attempt before."""
-        pass
+    # --- opening ---
+
+    def open_as_leader(self, listening_address: str, host: str, key: bytes, nodes: int) -> int:
+        """Listen for the other nodes, which reach this one at `host` and have the same key; returns
+        the port. `nodes` is how many may come."""
+        self._key, self._nodes = key, nodes
+        server = self._open_server(listening_address)
+        self.own = replace(self.own, lifeline=f"{host}:{server.port}")
+        self.membership = replace(self.membership, members={self.own.node: self.own})
+        self._committed = self.membership
+        return server.port
+
+    def open_as_follower(
+        self,
+        address: str,
+        key: bytes,
+        nodes: int,
+        on_ended: Callable[[Failure], None],
+        host_store: Callable[[str], str] = lambda address: "",
+    ) -> None:
+        """Connect to the leader at HOST:PORT.
+
+        `on_ended` is called from a thread when this node has lost the others: the agent may be
+        waiting for an answer that never comes. `host_store` opens the store that the world uses
+        should this node lead, at an address of this machine, and returns HOST:PORT of it.
+        """
+        self._key, self._nodes, self._on_ended = key, nodes, on_ended
+        self.is_leader = False
+        self.membership = self._committed = Membership(-1, -1)
+        self._leader = self._open_connection(address, self._silence_s)
+        own = self._leader.own_address
+        server = self._open_server(own)
+        self.own = replace(self.own, lifeline=f"{own}:{server.port}", store=host_store(own))
+        self._leader.start(self.own.node, **self._make_introduction())
+
+    def _open_server(self, address: str) -> NodeServer:
+        self._server = NodeServer(
+            address,
+            self._key,
+            self._nodes,
+            self._silence_s,
+            self._handle_from_node,
+            self._on_node_lost,
+            self._send_membership_if_changed,
+        )
+        return self._server
+
+    def _open_connection(self, address: str, timeout_s: float) -> LeaderConnection:
+        connection = LeaderConnection(
+            address,
+            self._key,
+            timeout_s,
+            self._silence_s,
+            self._make_beat,
+            self._handle_from_leader,
+            lambda how: self._on_connection_lost(connection, how),
+        )
+        return connection
+
+    def _make_introduction(self) -> Message:
+        """Return what a leader has to know of this node."""
+        return {
+            "member": asdict(self.own),
+            "membership": self.membership.to_fields(),
+            "rounds": [[attempt, asdict(r)] for attempt, r in self._rounds.items()],
+            "state": self._state.to_messages(),
+        }
+
+    # --- sending ---
+
+    def _send_to_leader(self, message: Message) -> None:
+        """Send a message to the leader; handle it here where this node leads."""
+        if self.is_leader:
+            self._handle_from_node(self.own.node, message)
+        elif self._leader is not None:
+            self._leader.send(message)
+
+    def _send_to_all(self, message: Message) -> None:
+        if self._server is not None:
+            self._server.send_to_all(message)
+
+    def _make_beat(self) -> Message:
+        report = self._report
+        return {"signs": report.heartbeats, "attempt": report.attempt}
+
+    # --- attempts, heartbeats and failures ---
+
+    def begin_attempt(self, attempt: int, slots: Iterable[int] = (), place: int = 0) -> None:
+        """Take heartbeats of this attempt only, whenever those of others arrive, and tell the
+        leader which ranks this node runs."""
+        self._attempt, self._report = attempt, HeartbeatReport(attempt, None)
+        self.own = replace(self.own, slots=tuple(slots), place=place)
+        self._send_to_leader({"member": asdict(self.own)})
+        if self.is_leader:
+            self._send_to_all({"leader": asdict(self.own)})
 
     def report_heartbeats(self, heartbeats: RankHeartbeats) -> None:
         """Take the heartbeats of the ranks of this node."""
-        self._heartbeats = heartbeats
+        is_first = heartbeats and not self._report.heartbeats
+        self._report = HeartbeatReport(self._attempt, heartbeats)
+        if is_first and self._leader is not None:  # from now on the leader can name its ranks
+            self._leader.send(self._make_beat())
 
     def agree_on_failure(self, attempt: int, failure: Failure) -> Failure:
         """Return the first failure of the whole world in this attempt, now that this one happened
-        here."""
-        return self._failures.setdefault(attempt, failure)
+        here. If the leader does not answer in time, it is this node's own."""
+        if self.is_leader:
+            # The agent and a reading thread both call this. Under the lock, exactly one failure is
+            # the first, and exactly one is sent.
+            with self._lock:
+                if self._failures.setdefault(attempt, failure) is failure:
+                    self._send_to_all({"failure": asdict(failure), "attempt": attempt})
+            return self.find_failure(attempt) or failure
+        self._send_to_leader({"failure": asdict(failure), "attempt": attempt})
+        _wait_until(lambda: self.find_failure(attempt) is not None, _AGREE_TIMEOUT_S)
+        return self.find_failure(attempt) or failure
 
     def find_failure(self, attempt: int) -> Failure | None:
-        """Return the failure that is known of this attempt, if there is one. A lost node ends every
-        attempt."""
+        """Return the failure that is known of this attempt, if there is one. A lost node that the
+        others cannot go on without ends every attempt."""
         return self._failures.get(_EVERY_ATTEMPT) or self._failures.get(attempt)
 
+    def end_every_attempt(self, failure: Failure) -> None:
+        """On the leader: nobody is left to go on or restart with."""
+        self.agree_on_failure(_EVERY_ATTEMPT, failure)
+
     def find_hung_rank(self, attempt: int, hang_s: float) -> HungRank | None:
-        """Return the rank for which all others wait, if no rank has moved for so long; else
-        None."""
-        return _find_hung_rank(self._heartbeats, hang_s)
+        """Return the rank for which all others wait, if no rank has moved for so long; else None.
+        Only the leader sees the heartbeats of all, and announces it to all nodes once.
+
+        It returns None until every node has reported in this attempt: a rank of a silent node may
+        be the one that the others wait for, and another would be blamed.
+        """
+        if self._server is None:
+            return _find_hung_rank(self._report.heartbeats or [], hang_s)
+        if self.is_leader:
+            reports = [self._get_heartbeats(n, attempt) for n in self._list_reporting_nodes()]
+            if None in reports:
+                return None
+            stuck = _find_hung_rank([sign for report in reports for sign in report or ()], hang_s)
+            if stuck is not None and self._hung_ranks.setdefault(attempt, stuck) is stuck:
+                self._send_to_all({"stuck": stuck, "attempt": attempt})
+        return self._hung_ranks.get(attempt)
+
+    def find_newest_step(self) -> int:
+        """Return the newest step of any rank, as far as it is known here."""
+        reports = [self._get_heartbeats(n, self._attempt) or [] for n in self.membership.members]
+        return max((sign["step"] for signs in reports for sign in signs), default=0)
+
+    def _list_reporting_nodes(self) -> list[int]:
+        return [n for n, m in self.membership.members.items() if m.place >= 0]
+
+    def _get_heartbeats(self, node: int, attempt: int) -> RankHeartbeats | None:
+        """Return the heartbeats of a node; None if it has sent none in this attempt."""
+        is_own = node == self.own.node
+        report = self._report if is_own else self._reports.get(node)
+        if is_own and report is not None and report.heartbeats is None:
+            return []
+        return report.heartbeats if report is not None and report.attempt == attempt else None
 
     # --- ranks that are replaced; see `rank_replacement.py` ---
 
     def report_loss(self, attempt: int, loss: RankLoss) -> None:
-        """Tell node 0 that ranks are lost."""
-        for slot in loss.slots:  # it may have been a replacement, whose offer is void
-            self._replacements.get(attempt, {}).pop(slot, None)
-        self._losses.append((attempt, loss))
+        """Tell the leader that ranks are lost."""
+        self._state.losses.append((attempt, loss))
+        for slot in loss.slots:
+            self._state.replacements.get(attempt, {}).pop(slot, None)
+        self._send_to_leader(_make_loss_message(attempt, loss))
 
     def take_losses(self, attempt: int) -> list[RankLoss]:
-        """Return what was reported since the last call, on node 0."""
+        """Return what was reported since the last call, on the leader."""
         taken = [self._losses.popleft() for _ in range(len(self._losses))]
         return [loss for of_attempt, loss in taken if of_attempt == attempt]
 
     def report_replacement(self, attempt: int, slot: int, incarnation: int) -> None:
-        """Tell node 0 that a replacement of this rank was started, and which one it is."""
-        self._replacements.setdefault(attempt, {})[slot] = incarnation
+        """Tell the leader that a replacement of this rank was started, and which one it is."""
+        self._state.replacements.setdefault(attempt, {})[slot] = incarnation
+        self._send_to_leader({"replacement": [slot, incarnation], "attempt": attempt})
 
     def get_replacements(self, attempt: int) -> dict[int, int]:
-        """Return the newest replacement of every rank that had one, on node 0."""
+        """Return the newest replacement of every rank that had one, on the leader."""
         return dict(self._replacements.get(attempt, {}))
 
     def announce_round(self, attempt: int, round_: Round) -> None:
-        """Tell all nodes which round has begun, from node 0."""
-        self._rounds[attempt] = round_
+        """Tell all nodes which round has begun, from the leader."""
+        self._take_round(attempt, round_)
+        for node in list(self._reports):  # what they sent before is of the round before
+            self._reports[node] = HeartbeatReport(attempt, None)
+        self._send_to_all({"round": asdict(round_), "attempt": attempt})
 
     def find_round(self, attempt: int) -> Round | None:
         """Return the newest round that was announced; None in round 0."""
         return self._rounds.get(attempt)
 
-    def find_newest_step(self) -> int:
-        """Return the newest step that is known of any rank, on node 0."""
-        return max((sign["step"] for sign in self._heartbeats), default=0)
-
-    def send_stack_message(self, message: dict[str, Any]) -> None:
-        """Send a message about stacks: from node 0 to all others, from the others to node 0."""
-
-    def leave(self) -> None:
-        """Close the lifeline, on node 0 after the others have: nobody leaves before all know how it
-        ended."""
-
-
-@dataclass
-class LifelinePeer:
-    """Another node as node 0 sees it."""
-
-    channel: MessageChannel
-    node: int = -1
-    host: str = "?"
-    ranks: str = "?"
-    last_heard: float = field(default_factory=time.monotonic)
-    report: HeartbeatReport = field(default=HeartbeatReport(0, None))
-    """What it has sent last."""
-
-    def get_heartbeats(self, attempt: int) -> RankHeartbeats | None:
-        """Return the heartbeats of its ranks in this attempt; None before it has reported any."""
-        report = self.report
-        return report.heartbeats if report.attempt == attempt else None
-
-
-class LifelineServer(Lifeline):
-    """Node 0's end of all lifelines. A thread reads from them."""
-
-    def __init__(self, address: str, nodes: int, key: bytes) -> None:
-        super().__init__()
-        self._listener = ChannelListener(address, key, nodes)
-        self.port = self._listener.port
-        """Where the other nodes connect to."""
-        self._nodes = nodes
-        self._connected: dict[MessageChannel, LifelinePeer] = {}
-        self._peers: dict[int, LifelinePeer] = {}
-        self._attempt = 0
-        self._is_over = False
-        self._heartbeats: RankHeartbeats = []
-        self._lock = threading.Lock()
-        self._hung_ranks: dict[int, HungRank] = {}
-        threading.Thread(target=self._serve, daemon=True, name="lifeline").start()
-
-    def begin_attempt(self, attempt: int) -> None:
-        """Take heartbeats of this attempt only, whenever those of others arrive."""
-        self._attempt = attempt
-
-    def agree_on_failure(self, attempt: int, failure: Failure) -> Failure:
-        """Record this failure if it is the first of the attempt, send it to all nodes, and return
-        the first one."""
-        # The agent and the reading thread both call this. Under the lock, exactly one failure is
-        # the first, and exactly one is sent.
-        with self._lock:
-            if self._failures.setdefault(attempt, failure) is failure:
-                self._send_to_all({"failure": asdict(failure), "attempt": attempt})
-        return self.find_failure(attempt) or failure
-
-    def find_hung_rank(self, attempt: int, hang_s: float) -> HungRank | None:
-        """Return the hung rank of the whole world, and announce it to all nodes once.
-
-        It returns None until every node has reported in this attempt: a rank of a silent node may
-        be the one that the others wait for, and another would be blamed.
-        """
-        peers = list(self._peers.values())
-        reports = [self._heartbeats, *(peer.get_heartbeats(attempt) for peer in peers)]
-        if len(reports) < self._nodes or None in reports:
-            return None
-        stuck = _find_hung_rank([sign for report in reports for sign in report or ()], hang_s)
-        if stuck is not None and self._hung_ranks.setdefault(attempt, stuck) is stuck:
-            self._send_to_all({"stuck": stuck, "attempt": attempt})
-        return self._hung_ranks.get(attempt)
-
-    def announce_round(self, attempt: int, round_: Round) -> None:
-        super().announce_round(attempt, round_)
+    def _take_round(self, attempt: int, round_: Round) -> None:
         self._hung_ranks.pop(attempt, None)
-        for peer in list(self._peers.values()):  # what they sent before is of the round before
-            peer.report = HeartbeatReport(attempt, None)
-        self._send_to_all({"round": asdict(round_), "attempt": attempt})
+        self._rounds[attempt] = round_
+        self._state.losses = [
+            (of, loss)
+            for of, loss in self._state.losses
+            if of == attempt and set(loss.slots) & set(round_.slots)
+        ]
 
-    def find_newest_step(self) -> int:
-        peers = [peer.get_heartbeats(self._attempt) or [] for peer in list(self._peers.values())]
-        signs = [sign for signs in (self._heartbeats, *peers) for sign in signs]
-        return max((sign["step"] for sign in signs), default=0)
+    # --- nodes that are lost and spares; see `rank_replacement.py` ---
+
+    def set_survival(self, survives: bool) -> None:
+        """On the leader: say whether the ranks could go on without a node."""
+        with self._lock:
+            if self.is_leader and survives != self.membership.survives:
+                self._change_membership(replace(self.membership, survives=survives, epoch=-1))
+
+    def take_lost_nodes(self) -> list[LostNode]:
+        """Return the nodes that were lost since the last call, on the leader, once a quorum has
+        accepted that they are."""
+        with self._lock:
+            if self._committed.epoch != self.membership.epoch:
+                return []
+            return [self._lost_nodes.popleft() for _ in range(len(self._lost_nodes))]
+
+    def assign(self, node: int, assignment: SlotAssignment) -> None:
+        """On the leader: give the ranks of a lost node to a spare."""
+        with self._lock:
+            taken = replace(
+                self.membership.members[node], place=assignment.place, slots=assignment.slots
+            )
+            self._change_membership(self.membership.add(taken))
+        if self._server is not None:
+            self._server.send(node, {"assign": assignment})
+
+    def find_assignment(self) -> SlotAssignment | None:
+        """Return the ranks that this spare was given."""
+        return self._assignment
+
+    def request_stop(self, reason: str) -> None:
+        """On the leader: have all ranks save and end, as at a stop signal."""
+        self.stop_reason = self.stop_reason or reason
+        self._send_to_all({"stop": reason})
+
+    # --- the end ---
+
+    def report_done(self, attempt: int, code: int) -> None:
+        """Tell the leader that all ranks of this node have ended well."""
+        self._state.done[attempt] = code
+        self._send_to_leader({"done": code, "attempt": attempt})
+
+    def find_end(self, attempt: int) -> int | None:
+        """Return the exit code of the world, once the ranks of every node have ended well."""
+        done = self._done.get(attempt, {})
+        holders = [m.node for m in self.membership.list_holders()]
+        is_end = self.is_leader and attempt not in self._ended and holders
+        if is_end and all(node in done for node in holders):
+            self._ended[attempt] = max(done.values())
+            self._send_to_all({"ended": self._ended[attempt], "attempt": attempt})
+        return self._ended.get(attempt)
+
+    def report_ending(self, attempt: int) -> None:
+        """Tell all nodes that a rank has ended well. Ranks end together."""
+        if attempt not in self._state.ending:
+            self._state.ending.add(attempt)
+            self._send_to_leader({"ending": attempt})
+
+    def is_ending(self, attempt: int) -> bool:
+        """Return whether a rank of any node has ended well."""
+        return attempt in self._ending or attempt in self._state.ending
+
+    def announce_over(self, code: int) -> None:
+        """On the leader: tell the spares that the run is over."""
+        if self.is_leader:
+            self._send_to_all({"over": code})
 
     def send_stack_message(self, message: dict[str, Any]) -> None:
-        self._send_to_all({"stacks": message})
+        """Send a message about stacks: the leader to all, the others to the leader."""
+        if self.is_leader:
+            self._send_to_all({"stacks": message})
+        else:
+            self._send_to_leader({"stacks": message})
 
     def leave(self) -> None:
-        """Wait until the other nodes have left, but not for ever.
-
-        `_is_over` is set first, so that a connection that closes from now on is not a lost node.
-        """
+        """Leave, so that nobody takes this node for a lost one. The leader waits until the others
+        have left, but not for ever."""
+        # First: a connection that closes from now on is not a lost node.
         self._is_over = True
-        deadline = time.monotonic() + _LEAVE_TIMEOUT_S
-        while self._peers and time.monotonic() < deadline:
-            time.sleep(0.02)
+        if self._leader is not None:
+            self._leader.stop_watching()
+            self._leader.send({"bye": True})
+        elif self._server is not None:
+            server = self._server
+            _wait_until(lambda: not server.nodes, _LEAVE_TIMEOUT_S)
 
-    def _serve(self) -> None:
-        """Accept nodes and read from them. It runs in its own thread."""
-        while True:
-            for event in self._listener.poll(_BEAT_INTERVAL_S / 2):
-                peer = self._connected.setdefault(event.channel, LifelinePeer(event.channel))
-                self._read_from_peer(peer, event.messages)
-                if event.end:
-                    self._lose_peer(peer, event.end)
-            for peer in list(self._peers.values()):
-                if time.monotonic() - peer.last_heard > SILENCE_LIMIT_S:
-                    self._lose_peer(peer, f"has sent nothing for {SILENCE_LIMIT_S:g} s")
+    # --- what arrives ---
 
-    def _read_from_peer(self, peer: LifelinePeer, messages: list[dict[str, Any]]) -> None:
-        """Handle what a node has sent."""
-        for message in messages:
-            try:
-                self._handle_message(peer, message)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                self._lose_peer(peer, "sent something that is not a message of ours")
-
-    def _handle_message(self, peer: LifelinePeer, message: dict[str, Any]) -> None:
-        """Handle one message of a node. The first one says which node it is."""
-        peer.last_heard = time.monotonic()
+    def _handle_from_node(self, node: int, message: Message) -> None:
+        """Handle a message of a node, on the leader; while this node does not lead, it is one that
+        would follow it."""
         if "node" in message:
-            peer.node, peer.host = message["node"], message["host"]
-            self._peers[peer.node] = peer
+            if not self.is_leader:
+                self._pledges[node] = message
+                return
+            self._welcome(node, message)
+        elif "accepted" in message:
+            self._accept(node, int(message["accepted"]))
+        elif "member" in message:
+            with self._lock:
+                self.membership = self.membership.add(Member.from_fields(message["member"]))
+                self._is_unsent = True
         elif "signs" in message:
-            peer.report = HeartbeatReport(message["attempt"], message["signs"])
-            peer.ranks = (
-                _format_rank_span([s["rank"] for s in message["signs"] or ()]) or peer.ranks
-            )
+            self._reports[node] = HeartbeatReport(message["attempt"], message["signs"])
         elif "failure" in message:
             self.agree_on_failure(message["attempt"], Failure(**message["failure"]))
         elif "lost" in message:
             loss = RankLoss(message["lost"], Failure(**message["cause"]))
-            self.report_loss(message["attempt"], loss)
+            for slot in loss.slots:  # it may have been a replacement, whose offer is void
+                self._replacements.get(message["attempt"], {}).pop(slot, None)
+            self._losses.append((message["attempt"], loss))
         elif "replacement" in message:
             slot, incarnation = message["replacement"]
-            self.report_replacement(message["attempt"], slot, incarnation)
+            self._replacements.setdefault(message["attempt"], {})[slot] = incarnation
+        elif "done" in message:
+            self._done.setdefault(message["attempt"], {})[node] = int(message["done"])
+        elif "ending" in message:
+            self._ending.add(message["ending"])
+            self._send_to_all(message)
         elif "stacks" in message:
             self.on_stack_message(message["stacks"])
-        elif "bye" in message:
-            self._drop_peer(peer)
-        if "bye" not in message:
-            peer.channel.send({"alive": True})
+        elif "bye" in message and self._server is not None:
+            self._server.drop(node)
+            with self._lock:
+                self.membership = self.membership.remove(node)
+                self._is_unsent = True
 
-    def _lose_peer(self, peer: LifelinePeer, how: str) -> None:
-        """Drop a node and report it as lost, unless it had said goodbye or all is over."""
-        was_connected = peer.node in self._peers
-        self._drop_peer(peer)
-        if was_connected and not self._is_over:
-            self.agree_on_failure(
-                _EVERY_ATTEMPT,
-                make_node_lost_failure(
-                    peer.node,
-                    peer.host,
-                    peer.ranks,
-                    how,
-                    peer.get_heartbeats(self._attempt) or [],
-                ),
-            )
-
-    def _drop_peer(self, peer: LifelinePeer) -> None:
-        """Close the connection to a node."""
-        self._peers.pop(peer.node, None)
-        self._connected.pop(peer.channel, None)
-        self._listener.close_channel(peer.channel)
-
-    def _send_to_all(self, message: dict[str, Any]) -> None:
-        """Send a message to every other node."""
-        body = encode_message(message)
-        for peer in list(self._peers.values()):
-            peer.channel.send_encoded(body)
-
-
-class LifelineClient(Lifeline):
-    """The end of every node but node 0. One thread reads, another sends heartbeats."""
-
-    def __init__(
-        self, host: str, port: int, key: bytes, node: int, on_lost: Callable[[Failure], None]
-    ) -> None:
-        super().__init__()
-        self._host = host
-        self._on_lost = on_lost
-        """Called from a thread, because the agent may be waiting for an answer that never comes."""
-        self._channel = connect_channel(host, port, key, SILENCE_LIMIT_S)
-        self._report = HeartbeatReport(0, None)
-        self._is_over = False
-        self._hung_ranks: dict[int, HungRank] = {}
-        self._send({"node": node, "host": socket.gethostname()})
-        self._last_heard = time.monotonic()
-        for target in (self._read_messages, self._send_heartbeats):
-            threading.Thread(target=target, daemon=True, name="lifeline").start()
-
-    def begin_attempt(self, attempt: int) -> None:
-        self._report = HeartbeatReport(attempt, None)
-
-    def report_heartbeats(self, heartbeats: RankHeartbeats) -> None:
-        is_first = heartbeats and not self._report.heartbeats
-        self._report = HeartbeatReport(self._report.attempt, heartbeats)
-        if is_first:  # from now on node 0 can name the ranks of this node
-            self._send_report()
-
-    def agree_on_failure(self, attempt: int, failure: Failure) -> Failure:
-        """Report a failure to node 0, and return the one that node 0 has decided was the first.
-
-        If node 0 does not answer in time, this node's own failure is returned.
-        """
-        self._send({"failure": asdict(failure), "attempt": attempt})
-        deadline = time.monotonic() + _AGREE_TIMEOUT_S
-        while self.find_failure(attempt) is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return self.find_failure(attempt) or failure
-
-    def find_hung_rank(self, attempt: int, hang_s: float) -> HungRank | None:
-        """Return the rank that node 0 has announced; only node 0 sees the heartbeats of all."""
-        return self._hung_ranks.get(attempt)
-
-    def report_loss(self, attempt: int, loss: RankLoss) -> None:
-        self._send({"lost": loss.slots, "cause": asdict(loss.failure), "attempt": attempt})
-
-    def report_replacement(self, attempt: int, slot: int, incarnation: int) -> None:
-        self._send({"replacement": [slot, incarnation], "attempt": attempt})
-
-    def send_stack_message(self, message: dict[str, Any]) -> None:
-        self._send({"stacks": message})
-
-    def leave(self) -> None:
-        """Say goodbye to node 0, which would otherwise report this node as lost."""
-        self._is_over = True
-        self._send({"bye": True})
-
-    def _send(self, message: dict[str, Any]) -> None:
-        self._channel.send(message)
-
-    def _send_report(self) -> None:
-        """Send what is known of the ranks of this node."""
-        report = self._report
-        self._send({"signs": report.heartbeats, "attempt": report.attempt})
-
-    def _send_heartbeats(self) -> None:
-        """Send the heartbeats every second, and notice when node 0 is silent."""
-        while not self._is_over:
-            self._send_report()
-            if time.monotonic() - self._last_heard > SILENCE_LIMIT_S:
-                self._lose_node_0(f"has sent nothing for {SILENCE_LIMIT_S:g} s")
-            time.sleep(_BEAT_INTERVAL_S)
-
-    def _read_messages(self) -> None:
-        """Read node 0's messages until the connection ends."""
-        while not self._is_over:
-            try:
-                messages = self._channel.receive()
-            except ChannelClosed as end:
-                self._lose_node_0(str(end))
+    def _welcome(self, node: int, message: Message) -> None:
+        """Take in a node that has connected."""
+        member = Member.from_fields(message["member"])
+        with self._lock:
+            is_late = member.place >= 0 and node not in self.membership.members
+            if is_late and self.membership.survives and self._server is not None:
+                self._server.drop(node)  # its ranks count as lost: it has to end
                 return
-            if messages:
-                self._last_heard = time.monotonic()
-            for message in messages:
-                self._handle_message(message)
+            self.membership = self.membership.add(member)
+            self._is_unsent = True
+        for attempt, fields in message["rounds"]:
+            known, told = self._rounds.get(attempt), Round.from_fields(fields)
+            if known is None or told.number > known.number:
+                self._take_round(attempt, told)
+        for reported in message["state"]:
+            self._handle_from_node(node, reported)
+        if self._server is not None:
+            self._server.send(node, {"leader": asdict(self.own)})
+            for attempt, known in self._rounds.items():
+                self._server.send(node, {"round": asdict(known), "attempt": attempt})
 
-    def _handle_message(self, message: dict[str, Any]) -> None:
-        """Keep what node 0 decided: a failure, or a rank that hangs."""
+    def _handle_from_leader(self, message: Message) -> None:
+        """Keep what the leader decided."""
         if "failure" in message:
             self._failures.setdefault(message["attempt"], Failure(**message["failure"]))
         elif "stuck" in message:
             self._hung_ranks[message["attempt"]] = HungRank(*message["stuck"])
         elif "round" in message:
-            self._hung_ranks.pop(message["attempt"], None)
-            self._rounds[message["attempt"]] = Round.from_fields(message["round"])
+            self._take_round(message["attempt"], Round.from_fields(message["round"]))
+        elif "leader" in message:
+            self._leading_member = Member.from_fields(message["leader"])
+        elif "membership" in message:
+            self._follow(Membership.from_fields(message["membership"]))
+        elif "assign" in message:
+            told = SlotAssignment(*message["assign"])
+            self._assignment = told._replace(slots=tuple(told.slots))
+        elif "stop" in message:
+            self.stop_reason = str(message["stop"])
+        elif "ended" in message:
+            self._ended[message["attempt"]] = int(message["ended"])
+        elif "ending" in message:
+            self._ending.add(message["ending"])
+        elif "over" in message:
+            self.over_code = int(message["over"])
         elif "stacks" in message:
             self.on_stack_message(message["stacks"])
 
-    def _lose_node_0(self, how: str) -> None:
-        """Report node 0 as lost, once."""
-        if not self._is_over:
+    # --- which nodes make up the world ---
+
+    @property
+    def committed(self) -> Membership:
+        """The newest membership that counts."""
+        return self._committed
+
+    def _change_membership(self, changed: Membership) -> None:
+        """Make a membership the newest one, and send it to all at once."""
+        self.membership = replace(changed, epoch=self.membership.epoch + 1)
+        self._is_unsent = True
+        self._send_membership_if_changed()
+
+    def _send_membership_if_changed(self) -> None:
+        """Send the membership if it has changed. Joins are sent together, four times a second;
+        those of the beginning once all train, since nobody needs them before."""
+        with self._lock:
+            is_needed = self.membership.survives or self._committed.survives
+            if self.is_leader and self._is_unsent and is_needed:
+                self._is_unsent = False
+                self._send_to_all({"membership": self.membership.to_fields()})
+                self._commit_if_accepted()
+
+    def _accept(self, node: int, epoch: int) -> None:
+        with self._lock:
+            self._accepted[node] = epoch
+            if self.is_leader:
+                self._commit_if_accepted()
+
+    def _commit_if_accepted(self) -> None:
+        if self._committed.has_quorum(self._list_accepting(self.membership.epoch)):
+            self._committed = self.membership
+
+    def _list_accepting(self, epoch: int) -> set[int]:
+        """Return the nodes that have accepted a membership, this one among them."""
+        return {self.own.node, *(n for n, e in self._accepted.items() if e == epoch)}
+
+    def _follow(self, newer: Membership) -> None:
+        """Accept a membership of the leader's, or of a node that is to be the leader."""
+        with self._lock:
+            if newer.epoch <= self.membership.epoch or self._leader is None:
+                return
+            self.membership = self._committed = newer
+            self._leader.send({"accepted": newer.epoch})
+
+    def _on_node_lost(self, node: int, how: str) -> None:
+        """A node has gone without a goodbye."""
+        with self._lock:
+            self._pledges.pop(node, None)
+            member = self.membership.members.get(node)
+            if self._is_over or not self.is_leader or member is None:
+                return
+            before = self.membership
+            self.membership = before.remove(node)
+            present = {self.own.node, *(self._server.nodes if self._server else ())}
+            failure = self._make_node_failure(member, how)
+            is_spare = member.place < 0
+            if not before.survives and not is_spare:
+                self.end_every_attempt(failure)
+            elif before.survives and not self._committed.has_quorum(present):
+                self.is_isolated = True
+                self.end_every_attempt(_explain_isolation(failure, self._committed, len(present)))
+            else:
+                if not is_spare:
+                    self._lost_nodes.append(LostNode(member, failure))
+                self._is_unsent = True
+                self._send_membership_if_changed()
+
+    def _make_node_failure(self, member: Member, how: str) -> Failure:
+        heartbeats = self._get_heartbeats(member.node, self._attempt) or []
+        return make_node_lost_failure(member, how, heartbeats)
+
+    # --- a leader that is lost ---
+
+    def _on_connection_lost(self, connection: LeaderConnection, how: str) -> None:
+        """The leader is lost, or a node that this one would have followed."""
+        with self._lock:
+            if self._is_over or connection is not self._leader:
+                return
+            self._leader = None
+            if self._attempt in self._ended or self.over_code is not None:
+                return  # all is done, and the leader has left first
+            if self.is_electing:
+                return  # the election goes on with the next node
+            before = self.membership
+            self.is_electing = before.survives
+        if before.leader < 0 or not before.survives:
+            first = before.members.get(before.leader) or self._leading_member
             self._is_over = True
-            self._on_lost(
-                make_node_lost_failure(
-                    0, self._host, "0 …", how, self._report.heartbeats or [], rank=0
-                )
-            )
+            self._on_ended(make_node_lost_failure(first, how, self._report.heartbeats or []))
+            return
+        self.on_leader_lost()
+        threading.Thread(target=self._elect, args=(how,), daemon=True, name="election").start()
+
+    def _elect(self, how: str) -> None:
+        """Follow the lowest node that lives, or lead."""
+        before = self.membership
+        lost = before.members[before.leader]
+        # A spare does not lead: it has no ranks, and knows of no round.
+        others = {n for n in before.members if n != lost.node}
+        candidates = sorted(n for n in others if before.members[n].place >= 0)
+        for node in candidates if before.has_quorum(others) else ():
+            if node == self.own.node:
+                if self._try_to_lead(how):
+                    return
+                break  # the nodes after this one would have come
+            if self._try_to_follow(before.members[node]):
+                return
+            if self.membership.leader == node:  # it led for a moment, and is lost as well
+                self._elect(how)
+                return
+        self.is_isolated = self._is_over = True
+        failure = make_node_lost_failure(lost, how, self._report.heartbeats or [])
+        self._on_ended(_explain_isolation(failure, before, 1 + len(self._pledges)))
+
+    def _try_to_follow(self, candidate: Member) -> bool:
+        """Connect to a node and wait until it leads; returns whether it does."""
+        try:
+            connection = self._open_connection(candidate.lifeline, _CONNECT_TIMEOUT_S)
+        except EchelonError:
+            return False
+        self._leader = connection
+        connection.start(self.own.node, **self._make_introduction())
+        leads = _wait_until(
+            lambda: self._leader is not connection or self.membership.leader == candidate.node,
+            self._silence_s + _ELECTION_SLACK_S,
+        )
+        with self._lock:
+            if leads and self._leader is connection:
+                self.leader_changes += 1
+                self.is_electing = False
+                return True
+            self._leader = None
+        connection.close()
+        return False
+
+    def _try_to_lead(self, how: str) -> bool:
+        """Wait for a majority of the nodes, and lead them; returns whether they follow."""
+        deadline = time.monotonic() + self._silence_s + _ELECTION_SLACK_S
+        late_deadline = math.inf
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            newest, present = self._count_votes()
+            if not newest.has_quorum(present):
+                continue
+            late_deadline = min(late_deadline, time.monotonic() + _LATE_NODES_S)
+            missing = set(newest.members) - present - {newest.leader}
+            if not missing or time.monotonic() > late_deadline:
+                return self._lead(newest, present, how)
+        return False
+
+    def _count_votes(self) -> tuple[Membership, set[int]]:
+        """Return the newest membership that is known here, and which of its nodes are here."""
+        told = [Membership.from_fields(p["membership"]) for p in list(self._pledges.values())]
+        newest = max([self.membership, *told], key=lambda membership: membership.epoch)
+        return newest, {self.own.node, *self._pledges}
+
+    def _lead(self, before: Membership, present: set[int], how: str) -> bool:
+        """Have a quorum accept this node as the leader; returns whether it does."""
+        pledges = {n: p for n, p in list(self._pledges.items()) if n in present}
+        members = {n: Member.from_fields(p["member"]) for n, p in pledges.items()}
+        members[self.own.node] = self.own
+        gone = [m for n, m in before.members.items() if n not in members]
+        lost_hosts = before.lost_hosts + tuple(m.host for m in gone)
+        with self._lock:
+            self._committed = before
+            self.membership = Membership(before.epoch + 1, self.own.node, members, True, lost_hosts)
+        epoch = self.membership.epoch
+        self._send_to_all({"membership": self.membership.to_fields()})
+        if not _wait_until(
+            lambda: before.has_quorum(self._list_accepting(epoch)), _ACCEPT_TIMEOUT_S
+        ):
+            return False
+        with self._lock:
+            self._committed = self.membership
+            for member in gone:
+                if member.place >= 0:
+                    reason = how if member.node == before.leader else "is gone as well"
+                    self._lost_nodes.append(
+                        LostNode(member, make_node_lost_failure(member, reason, []))
+                    )
+            self.is_leader, self.is_electing = True, False
+            self.leader_changes += 1
+        for message in self._state.to_messages():
+            self._handle_from_node(self.own.node, message)
+        for node, pledge in pledges.items():
+            self._welcome(node, pledge)
+        self._pledges.clear()
+        return True
 
 
-def make_node_lost_failure(
-    node: int,
-    host: str,
-    ranks: str,
-    reason: str,
-    heartbeats: RankHeartbeats,
-    rank: int | None = None,
-) -> Failure:
+def make_node_lost_failure(member: Member, how: str, heartbeats: RankHeartbeats) -> Failure:
     """Return the failure of a world that lost a node."""
     step = max((s["step"] for s in heartbeats if s["begun"]), default=None)
-    summary = (
-        f"node {node} ({host}, rank {ranks}) {reason}: it is down, cut off, or its agent was killed"
-    )
-    first = min((s["rank"] for s in heartbeats), default=0)
-    return Failure(
-        first if rank is None else rank, host, step, summary, "", int(ExitCode.NODE_LOST)
-    )
+    ranks = _format_rank_span(list(member.slots))
+    where = ", ".join([member.host, *([f"rank {ranks}"] if ranks else [])])
+    summary = f"node {member.node} ({where}) {how}: it is down, cut off, or its agent was killed"
+    rank = member.slots[0] if member.slots else 0
+    return Failure(rank, member.host, step, summary, "", int(ExitCode.NODE_LOST))
+
+
+def _explain_isolation(failure: Failure, before: Membership, count: int) -> Failure:
+    """Return the failure of a node that must not go on, since others may."""
+    have = f"{count} of {len(before.members)} nodes are no majority"
+    return replace(failure, summary=f"{failure.summary}; {have}, so this side ends")
+
+
+def _make_loss_message(attempt: int, loss: RankLoss) -> Message:
+    return {"lost": loss.slots, "cause": asdict(loss.failure), "attempt": attempt}
 
 
 def _find_hung_rank(heartbeats: RankHeartbeats, hang_s: float) -> HungRank | None:
@@ -464,3 +791,11 @@ def _find_hung_rank(heartbeats: RankHeartbeats, hang_s: float) -> HungRank | Non
 def _format_rank_span(ranks: list[int]) -> str:
     """`3`, or `4–7`."""
     return str(ranks[0]) if len(ranks) == 1 else f"{min(ranks)}–{max(ranks)}" if ranks else ""
+
+
+def _wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
+    """Wait for a condition, at most so long; returns whether it holds."""
+    deadline = time.monotonic() + limit_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return condition()

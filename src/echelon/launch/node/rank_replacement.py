@@ -1,27 +1,54 @@
-"""Lost ranks are replaced inside an attempt, while the others go on.
+"""Lost ranks and nodes are replaced inside an attempt, while the others go on.
 
-The agent of a node reports its lost ranks over the lifeline. Node 0's agent decides which round
-follows (`round_keeper.py`), publishes it in the store, where ranks look, and announces it to all
-agents. The agent of the lost rank starts a replacement, which builds its experiment and then waits
-in the store; as soon as it does, node 0 plans a round with all ranks again.
+The agent of a node reports its lost ranks over the lifeline. The agent that leads decides which
+round follows (`round_keeper.py`) and announces it to all agents, who write it down for their ranks.
+The agent of the lost rank starts a replacement, which builds its experiment and then waits in the
+store; as soon as it does, the leader plans a round with all ranks again.
+
+A lost node is the loss of all its ranks. The leader gives them to a spare, whose agent starts their
+replacements; without a spare the others go on alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from echelon.errors import ExitCode
-from echelon.launch.node.lifeline import Lifeline, RankLoss
+from echelon.launch.node.lifeline import Lifeline, LostNode, RankLoss, SlotAssignment
 from echelon.launch.node.round_keeper import RoundKeeper
 from echelon.launch.node.round_recorder import RoundRecorder
-from echelon.launch.plan import NodeSpec
 from echelon.runs.failure import SUPERSEDED_ROUND, Failure
 from echelon.runs.run_folder import Run
-from echelon.world.rounds import Round, RoundStore, get_round_prefix
+from echelon.utils.files import write_json_atomically
+from echelon.world.rounds import Round, RoundStore, format_slots, get_round_prefix
 from echelon.world.sealed_store import SealedStore
+
+_INCARNATIONS_PER_EPOCH = 1000
+_SHARED_KEYS = ("config",)
+"""Of round 0: what a replacement compares itself with."""
+
+
+@dataclass(frozen=True)
+class WorldStore:
+    """The store of the leader, or of this node should it lead."""
+
+    client: SealedStore
+    address: str
+    """HOST:PORT, as all nodes reach it."""
+
+
+@dataclass(frozen=True)
+class ReplacementLimits:
+    """When the others do not go on."""
+
+    max_losses: int
+    """So many losses in a row without a step between are survived."""
+    min_nodes: int = 1
+    """With fewer nodes the run saves and ends."""
 
 
 class RankReplacement:
@@ -30,24 +57,29 @@ class RankReplacement:
     def __init__(
         self,
         lifeline: Lifeline,
-        store: SealedStore,
-        node: NodeSpec,
+        store: WorldStore,
+        world_size: int,
         attempt: int,
-        max_losses: int,
+        limits: ReplacementLimits,
         run: Run,
+        first_incarnation: int = 0,
     ) -> None:
         self._lifeline, self._store, self._attempt = lifeline, store, attempt
-        self._rounds = RoundStore(store, attempt)
-        world_size = node.node_count * node.procs
+        self._rounds = RoundStore(store.client, attempt)
+        self._world_size, self._limits, self._run = world_size, limits, run
         self.round = self._first_round = Round(0, tuple(range(world_size)))
         """The newest one that this agent knows."""
+        self._is_first_formed = first_incarnation > 0
         self._known_rounds = [self.round]
-        self._max_losses = max_losses
         self._failed_joins: dict[int, int] = {}
         """Slot → how many of its replacements in a row were lost before they joined. One that
         computes wrong numbers, as the process before it did, counts as many as there may be."""
-        self._keeper = RoundKeeper(world_size, max_losses) if node.rank == 0 else None
+        self._keeper: RoundKeeper | None = None
+        """Present on the node that leads."""
+        self._orphans: dict[int, tuple[int, ...]] = {}
+        """Number of a lost node → its slots, which no node runs."""
         self._recorder = RoundRecorder(run, time.monotonic())
+        self._first_incarnation = first_incarnation
         self._incarnations: dict[int, int] = {}
         self._started_in: dict[int, int] = {}
         """Slot → the number of the round in which its newest replacement was started."""
@@ -58,10 +90,25 @@ class RankReplacement:
         """The prefix of the current round's keys in the store."""
         return get_round_prefix(self._attempt, self.round.number)
 
+    def use_store(self, store: WorldStore) -> None:
+        """Go on with the store of another leader. It knows nothing of the rounds before."""
+        self._store, self._rounds = store, RoundStore(store.client, self._attempt)
+        self._open_prefixes = [self.prefix]
+
+    def copy_shared_keys(self, standby: SealedStore) -> None:
+        """Copy what replacements need to a store that may have to take over."""
+        prefix = get_round_prefix(self._attempt, 0)
+        source = self._store.client.open_prefix(prefix)
+        for key in _SHARED_KEYS:
+            if source.check([key]):
+                standby.open_prefix(prefix).set(key, source.get(key))
+
     def can_replace(self) -> bool:
         """Return whether the ranks could go on without one of them: all have begun to train, in a
         way that allows it, and none has failed by an error that the others would meet too."""
-        is_open = self._rounds.is_formed(self._first_round) and self.read_failure() is None
+        if not self._is_first_formed:
+            self._is_first_formed = self._rounds.is_formed(self._first_round)
+        is_open = self._is_first_formed and self.read_failure() is None
         return is_open and not self.have_all_ended()
 
     def have_all_ended(self) -> bool:
@@ -72,7 +119,7 @@ class RankReplacement:
         """Return the failure that a rank has published, in whatever round it was."""
         for round_ in reversed(self._known_rounds):
             prefix = get_round_prefix(self._attempt, round_.number)
-            store = self._store.open_prefix(prefix)
+            store = self._store.client.open_prefix(prefix)
             if store.check(["failure"]):
                 failure = Failure.from_json(store.get("failure"))
                 if failure.summary != SUPERSEDED_ROUND:
@@ -80,13 +127,15 @@ class RankReplacement:
         return None
 
     def report_loss(self, slot: int, failure: Failure) -> None:
-        """Tell node 0 that a rank of this node is lost."""
+        """Tell the leader that a rank of this node is lost."""
         # A loop of the user's own is begun in a round, and may fail before that round is formed.
         is_member = slot in self.round.slots and self.has_joined(slot)
         self._failed_joins[slot] = 0 if is_member else self._failed_joins.get(slot, 0) + 1
         if failure.exit == ExitCode.WRONG_NUMBERS and self._incarnations.get(slot):
-            self._failed_joins[slot] = self._max_losses  # it is not the process that is at fault
-        if self._failed_joins[slot] == self._max_losses:
+            self._failed_joins[slot] = (
+                self._limits.max_losses
+            )  # it is not the process that is at fault
+        if self._failed_joins[slot] == self._limits.max_losses:
             what = f"rank {slot} could not be replaced: {failure.summary}"
             print(f"warning: {what}; going on without it", file=sys.stderr, flush=True)
         self._lifeline.report_loss(self._attempt, RankLoss([slot], failure))
@@ -100,7 +149,7 @@ class RankReplacement:
         """Return whether a replacement of a lost rank may be started: the others go on without it,
         and not too many were lost before they joined."""
         failed_joins = self._failed_joins.get(slot, 0)
-        return slot not in self.round.slots and failed_joins < self._max_losses
+        return slot not in self.round.slots and failed_joins < self._limits.max_losses
 
     def has_joined(self, slot: int) -> bool:
         """Return whether the newest process of a slot of this node has trained with others."""
@@ -111,19 +160,19 @@ class RankReplacement:
 
     def begin_incarnation(self, slot: int) -> int:
         """Return how many processes this slot has had before the one that is started now."""
-        self._incarnations[slot] = self._incarnations.get(slot, 0) + 1
+        self._incarnations[slot] = self._incarnations.get(slot, self._first_incarnation) + 1
         self._started_in[slot] = self.round.number
         self._lifeline.report_replacement(self._attempt, slot, self._incarnations[slot])
         return self._incarnations[slot]
 
     def advance(self, step: int, done_slots: Collection[int]) -> Round | None:
-        """Decide, on node 0, what follows from losses and replacements; return a round that is new
-        to this node, if there is one."""
-        if self._keeper is not None:
+        """Decide, on the node that leads, what follows from losses and replacements; return a round
+        that is new to this node, if there is one."""
+        if self._lifeline.is_leader:
             unformed = self._recorder.unformed
             is_formed = unformed is not None and self._rounds.is_formed(unformed)
             self._recorder.observe(step, is_formed, time.monotonic())
-            self._decide(self._keeper, step, done_slots)
+            self._decide(self._get_keeper(), step, done_slots)
         newest = self._lifeline.find_round(self._attempt)
         if newest is None or newest.number <= self.round.number:
             return None
@@ -135,19 +184,32 @@ class RankReplacement:
         """Write down what is left to say of rounds, when the attempt has ended."""
         self._recorder.close(time.monotonic())
 
+    def _get_keeper(self) -> RoundKeeper:
+        if self._keeper is None:
+            newest = self._lifeline.find_round(self._attempt) or self._first_round
+            self._keeper = RoundKeeper(self._world_size, self._limits.max_losses, newest)
+        return self._keeper
+
     def _decide(self, keeper: RoundKeeper, step: int, done_slots: Collection[int]) -> None:
         losses = self._lifeline.take_losses(self._attempt)
+        lost_nodes = self._lifeline.take_lost_nodes()
+        if lost_nodes and not self._may_lose_nodes(lost_nodes):
+            return
+        losses += [RankLoss(list(lost.member.slots), lost.failure) for lost in lost_nodes]
         if losses:
             known = keeper.current
             slots = {slot for loss in losses for slot in loss.slots}
             reason = "; ".join(describe_loss(loss.failure) for loss in losses)
             decided = keeper.lose(slots, done_slots, step, reason)
             if decided is None:
-                self._lifeline.agree_on_failure(self._attempt, self._explain_end(losses[0].failure))
-            elif decided is not known:
+                cause = self._explain_end(keeper, losses[0].failure)
+                self._lifeline.agree_on_failure(self._attempt, cause)
+                return
+            if decided is not known:
                 self._begin(decided)
                 hosts = [loss.failure.host for loss in losses]
                 self._recorder.begin(decided, slots, (), time.monotonic(), hosts)
+        self._place_orphans(lost_nodes)
         waiting = [
             slot
             for slot, incarnation in self._lifeline.get_replacements(self._attempt).items()
@@ -162,25 +224,72 @@ class RankReplacement:
     def _begin(self, decided: Round) -> None:
         """Publish a round to ranks and agents. Ranks that wait for others in an earlier round do so
         in vain, and are told."""
-        self._rounds.publish(decided)
         if not decided.is_planned:
             note = Failure(0, "", None, SUPERSEDED_ROUND, "")
             for prefix in self._open_prefixes:
-                self._store.open_prefix(prefix).compare_set("failure", "", note.to_json())
+                store = self._store.client.open_prefix(prefix)
+                store.compare_set("failure", "", note.to_json())
             self._open_prefixes.clear()
         self._open_prefixes.append(get_round_prefix(self._attempt, decided.number))
-        self._lifeline.announce_round(self._attempt, decided)
+        self._lifeline.announce_round(self._attempt, replace(decided, store=self._store.address))
 
-    def _explain_end(self, failure: Failure) -> Failure:
-        assert self._keeper is not None
-        if not self._keeper.has_given_up:
+    def _explain_end(self, keeper: RoundKeeper, failure: Failure) -> Failure:
+        if not keeper.has_given_up:
             return failure
-        times = f"{self._keeper.max_losses} losses before it without a step between them"
-        limit = f"launch.max_replacements={self._keeper.max_losses}"
+        times = f"{keeper.max_losses} losses before it without a step between them"
+        limit = f"launch.max_replacements={keeper.max_losses}"
         return replace(failure, summary=f"{failure.summary}, after {times} ({limit})")
+
+    # --- lost nodes, on the leader ---
+
+    def _may_lose_nodes(self, lost_nodes: list[LostNode]) -> bool:
+        """Return whether the others go on without these nodes. Otherwise nobody does, or all ranks
+        have ended and nobody has to."""
+        self._write_membership()
+        if self.have_all_ended():
+            return False
+        if self.can_replace():
+            return True
+        self._lifeline.end_every_attempt(lost_nodes[0].failure)
+        return False
+
+    def _write_membership(self) -> None:
+        """Write which nodes go on, also for a node that was cut off: it ends, and must not write
+        that the run has failed."""
+        known = self._lifeline.membership
+        hosts = [m.host for m in known.members.values()]
+        leader = known.members[known.leader].host
+        about = {"epoch": known.epoch, "leader": leader, "hosts": hosts}
+        with contextlib.suppress(OSError):  # the disk may be full
+            # Not into the status, which rank 0 may be writing now.
+            write_json_atomically(
+                self._run.membership_file, about | {"lost_hosts": known.lost_hosts}
+            )
+
+    def _place_orphans(self, lost_nodes: list[LostNode]) -> None:
+        """Give the ranks of lost nodes to spares; without one, end where too few nodes are left."""
+        for lost in lost_nodes:
+            if lost.member.slots:
+                self._orphans[lost.member.place] = lost.member.slots
+        for place, slots in list(self._orphans.items()):
+            known = self._lifeline.membership
+            if (spare := known.find_spare(len(slots))) is None:
+                continue
+            del self._orphans[place]
+            first = known.epoch * _INCARNATIONS_PER_EPOCH
+            print(f"{spare.host} takes over {format_slots(slots)}", file=sys.stderr, flush=True)
+            self._lifeline.assign(
+                spare.node, SlotAssignment(self._attempt, place, slots, self._world_size, first)
+            )
+        count = len(self._lifeline.membership.list_holders())
+        if lost_nodes and count < self._limits.min_nodes:
+            least = f"launch.min_nodes={self._limits.min_nodes}"
+            self._lifeline.request_stop(f"{count} nodes are left, and {least}: saving and ending")
 
 
 def describe_loss(failure: Failure) -> str:
-    """One sentence about a rank that is lost while the others go on."""
+    """One sentence about a rank or a node that is lost while the others go on."""
     at = "before its first step" if failure.step is None else f"after step {failure.step}"
+    if failure.exit == ExitCode.NODE_LOST:
+        return f"lost {failure.summary}" + ("" if failure.step is None else f"; {at}")
     return f"lost rank {failure.rank} on {failure.host} {at}: {failure.summary}"

@@ -148,6 +148,29 @@ def host_store(node: NodeSpec) -> dist.TCPStore:
     )
 
 
+def host_standby_store(address: str) -> dist.TCPStore:
+    """Return a store at an address of this machine, for the case that this node has to lead."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=128)
+    port = listener.getsockname()[1]
+    limit = timedelta(seconds=_OPERATION_TIMEOUT_S)
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=limit,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def connect_to_leader(address: str) -> dist.TCPStore:
+    """Return a client of the store of a node that has begun to lead, at HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    limit = timedelta(seconds=_OPERATION_TIMEOUT_S)
+    return dist.TCPStore(host, int(port), None, False, limit, False)
+
+
 def find_listening_address(node: NodeSpec) -> str:
     """Return the address on which node 0 listens.
 
@@ -162,7 +185,7 @@ def find_listening_address(node: NodeSpec) -> str:
     except OSError:
         return node.master_host  # binding reports what is wrong
     address = str(socket_address[0])
-    reached = node.node_count == 1 or node.master_host in ("localhost", address)
+    reached = node.node_count + node.spares == 1 or node.master_host in ("localhost", address)
     if address.startswith("127.") and not reached:
         return "0.0.0.0"
     with socket.socket(family) as probe:
@@ -236,7 +259,7 @@ def agree_on_key(store: dist.TCPStore, node: NodeSpec, env: Mapping[str, str]) -
         return key
     if node.rank == 0:
         key = make_key()
-        if node.node_count > 1:
+        if node.node_count + node.spares > 1:
             store.set(_KEY_KEY, key)
         return key
     if key := store.get(_KEY_KEY).decode():

@@ -1,4 +1,4 @@
-"""Which ranks make up the world: decided by the agent of node 0, round by round.
+"""Which ranks make up the world: decided by the agent that leads, round by round.
 
 It knows no process and no socket: it is told what was lost and what has come back, and says which
 round follows.
@@ -19,14 +19,18 @@ class RoundKeeper:
     world_size: int
     max_losses: int
     """So many losses in a row, without a step between them, end the attempt."""
-    current: Round = field(init=False)
-    absent: set[int] = field(default_factory=set)
+    current: Round = field(default_factory=lambda: Round(0, ()))
+    """Another leader goes on from the newest round that is known."""
+    absent: set[int] = field(init=False)
     """Slots whose replacements have not joined."""
     _losses_in_row: int = 0
     _last_loss_step: int = -1
 
     def __post_init__(self) -> None:
-        self.current = Round(0, tuple(range(self.world_size)))
+        everybody = range(self.world_size)
+        if not self.current.number:
+            self.current = Round(0, tuple(everybody))
+        self.absent = set(everybody) - set(self.current.slots)
 
     def lose(
         self, slots: Collection[int], left: Collection[int], step: int, reason: str

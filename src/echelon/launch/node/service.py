@@ -6,8 +6,12 @@ and `slurm` through `echelon node`.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -16,15 +20,17 @@ from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.gpus import count_visible_gpus
 from echelon.launch.launcher import Launcher
 from echelon.launch.node.fork_server import ForkServer
-from echelon.launch.node.lifeline import Lifeline, LifelineClient, LifelineServer
+from echelon.launch.node.lifeline import Lifeline
+from echelon.launch.node.membership import Member
 from echelon.launch.plan import NodeSpec, make_program_words
 from echelon.runs import failure as failures
 from echelon.runs.failure import Failure
 from echelon.runs.history import record_start, record_stop, record_training
 from echelon.runs.run_folder import Run
 from echelon.runs.submitted_run import get_submitted_run
-from echelon.runs.writer import release_run_folder, start_writer_beats
+from echelon.runs.writer import claim_run_folder, release_run_folder, start_writer_beats
 from echelon.tracking.summary import format_rows
+from echelon.utils.files import read_json_object
 from echelon.utils.imports import pause_garbage_collection
 from echelon.world.network_key import KEY_VARIABLE, derive_key, read_key
 from echelon.world.sealed_store import SealedStore, StoreTimeoutError, derive_store_key
@@ -36,6 +42,10 @@ EXPERIMENT_ENTRYPOINT = "echelon.train.worker:run_worker"
 PROGRAM_ENTRYPOINT = "echelon.launch.node.program:exec_program"
 _PRELOADED_MODULES = ("torch", "torch._dynamo", "echelon.train.worker", "echelon.recipes")
 """DDP and torch's optimizers import torch._dynamo on first use, in every process."""
+
+_TAKEOVER_LIMIT_S = 10.0
+"""How long a node that was cut off waits for a sign that the others go on without it."""
+_CLAIM_INTERVAL_S = 1.0
 
 ResolveRun: TypeAlias = Callable[[SealedStore, Callable[[str], str]], Run]
 """From the store, and a function that waits for what node 0 puts there, to the run's folder."""
@@ -53,12 +63,15 @@ def run_node(
     resolve_run: ResolveRun,
     on_port: Callable[[int], None] | None = None,
     report_failure: Callable[[Failure], None] = print_failure,
+    record_exit: Callable[[int], None] = lambda code: None,
+    report_nodes: Callable[[list[int]], None] = lambda nodes: None,
 ) -> int:
     """Start this node's workers and watch them to the end; returns the exit code of the run.
 
     `launcher` is the one that the configuration names. `resolve_run` returns the folder of the run
     once the store is open. `on_port` is called with the port of the store. `report_failure` shows
-    the first failure of the world, on node 0.
+    the first failure of the world, on the node that leads; there `record_exit` is called with the
+    exit code, and `report_nodes` with the nodes that go on when one is lost or comes back.
     """
     read_key(os.environ)  # one that can be guessed is refused before anything starts
     with pause_garbage_collection():
@@ -68,13 +81,24 @@ def run_node(
     # From here on threads may start; the fork server imports the rest at the same time.
     from echelon.launch.node.rendezvous import agree_on_key, host_or_join_store
 
-    store = host_or_join_store(node, config.launch.join_timeout_s)
-    if on_port is not None:
-        on_port(store.port)
-    key = agree_on_key(store, node, os.environ)
-    sealed = SealedStore(store, derive_store_key(key))
-    service = _NodeService(launcher, config, node, report_failure, sealed, key)
-    return service.run(fork_server, resolve_run)
+    code, service = int(ExitCode.FAILED), None
+    try:
+        store = host_or_join_store(node, config.launch.join_timeout_s)
+        if on_port is not None and node.rank == 0:
+            on_port(store.port)
+        key = agree_on_key(store, node, os.environ)
+        sealed = SealedStore(store, derive_store_key(key))
+        service = _NodeService(
+            launcher, config, node, report_failure, sealed, key, on_port, report_nodes
+        )
+        code = service.run(fork_server, resolve_run)
+    except EchelonError as error:
+        code = error.exit
+        raise
+    finally:
+        if service.leads if service is not None else node.rank == 0:
+            record_exit(code)
+    return code
 
 
 class _NodeService:
@@ -88,6 +112,8 @@ class _NodeService:
         report_failure: Callable[[Failure], None],
         store: SealedStore,
         key: str,
+        on_port: Callable[[int], None] | None,
+        report_nodes: Callable[[list[int]], None],
     ) -> None:
         from echelon.launch.node.rendezvous import FixedRendezvous
 
@@ -97,11 +123,21 @@ class _NodeService:
             report_failure,
             store,
         )
-        self._launcher, self._key = launcher, key
-        self._lifeline = Lifeline()
+        self._launcher, self._key, self._on_port = launcher, key, on_port
+        self._report_nodes = report_nodes
+        self._lifeline = Lifeline(_make_member(node, store))
+        self._lifeline.is_leader = node.rank == 0
+        self._standby_store: SealedStore | None = None
+        """What the world uses, should this node lead."""
         self._rendezvous = FixedRendezvous(store, config.run.name or "echelon", node, config.launch)
         self._rendezvous.raise_if_failed = self._raise_if_failed
         self._run: Run | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node speaks for the run: it leads, and is not the smaller side of a cut
+        network."""
+        return self._lifeline.is_leader and not self._lifeline.is_isolated
 
     def run(self, fork_server: ForkServer, resolve_run: ResolveRun) -> int:
         """Run the agent to its end; returns the exit code of the run.
@@ -115,15 +151,22 @@ class _NodeService:
                 release_run_folder(self._run)
 
     def _run_agent(self, fork_server: ForkServer, resolve_run: ResolveRun) -> int:
+        from echelon.launch.node.agent import SpareReleased
+
         try:
-            self._lifeline = self._open_lifeline()
+            self._open_lifeline()
             run = self._run = resolve_run(self._store, self._rendezvous.wait_for_key)
             self._record_start(run)
             agent = self._make_agent(run, fork_server)
             result = agent.run()
         except _WorldFailed as verdict:
             return self._finish_with_failure(verdict.failure)
+        except SpareReleased as end:
+            self._lifeline.leave()
+            return end.code
         except Exception as error:  # a full disk, a store that went away: the other nodes must know
+            if self._node.rank >= self._node.node_count + self._node.spares:
+                raise  # it came later, and is nobody's loss
             first_rank = self._node.rank * self._node.procs
             failure = failures.make_failure_from_exception(error, first_rank, None)
             return self._finish_with_failure(self._lifeline.agree_on_failure(0, failure))
@@ -133,14 +176,16 @@ class _NodeService:
             if self._node.rank == 0 and agent.is_rank_killed(0):
                 _print_wandb_hints(run)
             return code
-        self._lifeline.leave()
         code = int(max(result.return_values.values()))
+        self._lifeline.announce_over(code)
+        self._lifeline.leave()
         self._record_program_end(run, "finished" if code == ExitCode.OK else "preempted")
         return code
 
     def _make_agent(self, run: Run, fork_server: ForkServer) -> NodeAgent:
         """Return the agent, once this node has compared itself with node 0."""
         from echelon.launch.node.agent import NodeAgent, NodeJob, make_worker_spec
+        from echelon.launch.node.rank_replacement import ReplacementLimits
         from echelon.launch.node.rendezvous import compare_with_node_0
 
         config, node = self._config, self._node
@@ -156,12 +201,16 @@ class _NodeService:
             entry,
             config.launch.hang_s,
             self._key,
-            config.launch.max_replacements,
+            ReplacementLimits(config.launch.max_replacements, config.launch.min_nodes or 1),
             program,
             config.mode == "plain",
+            self._report_nodes,
         )
+        self._copy_to_standby_store("card/0", "restarts")
         spec = make_worker_spec(self._rendezvous, node.procs, restarts)
-        agent = NodeAgent(spec, self._store, fork_server, self._lifeline, job)
+        agent = NodeAgent(
+            spec, self._store, fork_server, self._lifeline, job, self._standby_store, self._lead
+        )
         agent.install_signal_handlers()
         return agent
 
@@ -175,6 +224,7 @@ class _NodeService:
         world_size = node.node_count * node.procs
         if node.rank != 0:
             return
+        run.membership_file.unlink(missing_ok=True)
         if not self._config.program and run == get_submitted_run(os.environ):
             run.update_status(world=world_size)
         else:
@@ -206,20 +256,63 @@ class _NodeService:
             self._store.set("restarts", str(left))
         return int(self._rendezvous.wait_for_key("restarts"))
 
-    def _open_lifeline(self) -> Lifeline:
-        """Return the connection by which the nodes learn of each other's failures; see
-        `lifeline.py`."""
-        node, key = self._node, derive_key(self._key, "lifeline")
-        if node.node_count == 1:
-            return Lifeline()
+    def _raise_if_failed(self, attempt: int) -> None:
+        """Raise if the lifeline knows of a failure in this attempt."""
+        if verdict := self._lifeline.find_failure(attempt):
+            raise _WorldFailed(verdict)
+
+    def _finish_with_failure(self, failure: Failure) -> int:
+        """Record and report a failure; returns the exit code. The whole story is printed once, by
+        the node that leads."""
+        if self._lifeline.is_leader:
+            self._record_unless_others_go_on(failure)
+            self._lifeline.announce_over(failure.exit)
+            self._lifeline.leave()
+            self._report_failure(failure)
+        else:
+            self._lifeline.leave()
+            print(f"stopped: rank {failure.rank} on {failure.host} failed", file=sys.stderr)
+        return failure.exit
+
+    def _exit_without_others(self, failure: Failure) -> None:
+        """End this process when the others are lost. There is nothing to continue with, and the
+        main thread may be waiting for them; the workers end with this process."""
+        self._record_unless_others_go_on(failure)
+        self._report_failure(failure)
+        os._exit(failure.exit)
+
+    def _record_unless_others_go_on(self, failure: Failure) -> None:
+        """Write the failure into the status. The smaller side of a cut network first waits for a
+        sign of the other one: where that goes on, the run has not failed."""
+        if self._lifeline.is_isolated and self._run is not None:
+            deadline = time.monotonic() + _TAKEOVER_LIMIT_S
+            while time.monotonic() < deadline:
+                written = read_json_object(self._run.membership_file) or {}
+                if written.get("epoch", -1) > self._lifeline.committed.epoch:
+                    return
+                time.sleep(0.2)
+        self._record_failure(failure)
+
+    # --- the nodes of the world ---
+
+    def _open_lifeline(self) -> None:
+        """Connect to the other nodes; see `lifeline.py`."""
+        node, launch, key = self._node, self._config.launch, derive_key(self._key, "lifeline")
+        nodes = node.node_count + node.spares
+        if nodes == 1:
+            return
         from echelon.launch.node.rendezvous import find_listening_address
 
+        self._lifeline = lifeline = Lifeline(_make_member(node, self._store), launch.silence_s)
         if node.rank == 0:
-            server = LifelineServer(find_listening_address(node), node.node_count, key)
-            self._store.set("lifeline", str(server.port))
-            return server
+            port = lifeline.open_as_leader(
+                find_listening_address(node), node.master_host, key, nodes
+            )
+            self._store.set("lifeline", str(port))
+            return
+        lifeline.is_leader = False
         try:
-            port = int(self._store.get("lifeline"))
+            leader = f"{node.master_host}:{int(self._store.get('lifeline'))}"
         except StoreTimeoutError:
             raise EchelonError(
                 Fault(
@@ -229,31 +322,40 @@ class _NodeService:
                 ),
                 exit=ExitCode.RENDEZVOUS,
             ) from None
-        return LifelineClient(node.master_host, port, key, node.rank, self._exit_without_node_0)
+        may_lead = not self._config.program and launch.max_replacements > 0
+        host_store = self._host_standby_store if may_lead else lambda address: ""
+        lifeline.open_as_follower(leader, key, nodes, self._exit_without_others, host_store)
 
-    def _raise_if_failed(self, attempt: int) -> None:
-        """Raise if the lifeline knows of a failure in this attempt."""
-        if verdict := self._lifeline.find_failure(attempt):
-            raise _WorldFailed(verdict)
+    def _host_standby_store(self, address: str) -> str:
+        from echelon.launch.node.rendezvous import host_standby_store
 
-    def _finish_with_failure(self, failure: Failure) -> int:
-        """Record and report a failure; returns the exit code. The whole story is printed once, by
-        node 0."""
-        if self._node.rank == 0:
-            self._record_failure(failure)
-            self._lifeline.leave()
-            self._report_failure(failure)
-        else:
-            self._lifeline.leave()
-            print(f"stopped: rank {failure.rank} on {failure.host} failed", file=sys.stderr)
-        return failure.exit
+        self._standby_store = SealedStore(host_standby_store(address), derive_store_key(self._key))
+        return f"{address}:{self._standby_store.port}"
 
-    def _exit_without_node_0(self, failure: Failure) -> None:
-        """End this process when node 0 is lost. There is nothing to continue with, and the main
-        thread may be waiting for node 0; the workers end with this process."""
-        self._record_failure(failure)
-        self._report_failure(failure)
-        os._exit(failure.exit)
+    def _lead(self) -> None:
+        """Do what node 0 did until now: hold the folder of the run, and say where it leads."""
+        threading.Thread(target=self._claim_folder, daemon=True, name="claim").start()
+        assert self._standby_store is not None
+        port = self._lifeline.own.lifeline.rpartition(":")[2]
+        self._standby_store.set("lifeline", port)
+        if self._on_port is not None:
+            self._on_port(self._standby_store.port)
+
+    def _copy_to_standby_store(self, *keys: str) -> None:
+        """Copy what a node needs that joins later, should this one lead."""
+        if self._standby_store is not None:
+            for key in keys:
+                self._standby_store.set(key, self._store.get(key))
+
+    def _claim_folder(self) -> None:
+        """Become the writer of the run's folder, once the leader before has let go of it."""
+        assert self._run is not None
+        while True:
+            with contextlib.suppress(EchelonError):
+                claim_run_folder(self._run, shares_with_command=self._launcher.command_holds_folder)
+                start_writer_beats(self._run)
+                return
+            time.sleep(_CLAIM_INTERVAL_S)
 
     def _record_failure(self, failure: Failure) -> None:
         """Write the failure into the status, once it is known which run this is.
@@ -323,3 +425,10 @@ class _WorldFailed(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.summary)
         self.failure = failure
+
+
+def _make_member(node: NodeSpec, store: SealedStore) -> Member:
+    """Return this node as the others know it."""
+    place = -1 if node.is_spare else node.rank
+    address = f"{node.master_host}:{store.port}" if node.rank == 0 else ""
+    return Member(node.rank, socket.gethostname(), node.procs, store=address, place=place)

@@ -76,10 +76,10 @@ class StackExchange:
         self._last_look = 0.0
         self._last_request = ""
         lifeline.on_stack_message = self._handle_message
-        if node.rank == 0:
-            self._take_requests()
+        if lifeline.is_leader:
+            self.take_requests()
 
-    def _take_requests(self) -> None:
+    def take_requests(self) -> None:
         """Be the agent that answers requests."""
         with contextlib.suppress(OSError):  # the disk may be full
             self._run.stack_request_file.write_bytes(b"")
@@ -95,12 +95,12 @@ class StackExchange:
     def look_for_request(self) -> None:
         """On node 0, answer a request that a person has made since the last look."""
         now = time.monotonic()
-        if self._node.rank != 0 or now - self._last_look < _LOOK_INTERVAL_S:
+        if not self._lifeline.is_leader or now - self._last_look < _LOOK_INTERVAL_S:
             return
         self._last_look = now
         # A training that a submitted command starts has an agent of its own, which knows more.
         if self._is_program and not self._run.stack_agent_file.exists():
-            self._take_requests()
+            self.take_requests()
         request = self._read_request()
         if request and request != self._last_request:
             self._last_request = request
@@ -126,18 +126,19 @@ class StackExchange:
 
     def _collect_all(self, request: str) -> StackReport:
         """Return where all ranks stand, as far as their nodes answer in time."""
-        nodes, begun = self._node.node_count, time.time()
+        nodes = {m.node for m in self._lifeline.membership.members.values() if m.place >= 0}
+        begun = time.time()
         with self._change:
             collection = self._collections[request] = _Collection()
         self._lifeline.send_stack_message({"ask": request})
         own = self._collect_own()
         with self._change:
             collection.ranks += own
-            collection.nodes_done.add(0)
-            self._change.wait_for(lambda: len(collection.nodes_done) >= nodes, _NODES_LIMIT_S)
+            collection.nodes_done.add(self._node.rank)
+            self._change.wait_for(lambda: collection.nodes_done >= nodes, _NODES_LIMIT_S)
             del self._collections[request]
             ranks = tuple(sorted(collection.ranks, key=lambda rank: rank.rank))
-            missing = sorted(set(range(nodes)) - collection.nodes_done)
+            missing = sorted(nodes - collection.nodes_done)
         sentences = (f"node {n} sent no stacks within {_NODES_LIMIT_S:g} s" for n in missing)
         return StackReport(self._run.name, begun, ranks, tuple(sentences))
 
@@ -150,7 +151,7 @@ class StackExchange:
         begun = self._hang_begun.get(where)
         if begun is None:
             self._hang_begun[where] = begun = time.monotonic()
-            if self._node.rank == 0:
+            if self._lifeline.is_leader:
                 _start_thread(lambda: self._write_hang(where))
         return where in self._hang_files or time.monotonic() - begun > _HANG_LIMIT_S
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from echelon.config.schema import Config, LaunchConfig
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.network_interface import INTERFACE_VARIABLES
-from echelon.launch.plan import make_program_words
+from echelon.launch.plan import make_program_words, may_replace_ranks
 from echelon.launch.slurm.requeue import REQUEUE_FILE
 from echelon.runs.run_folder import HISTORY_FILE, Run
 from echelon.runs.submitted_run import SUBMITTED_RUN_VARIABLE
@@ -236,7 +236,9 @@ def _make_sbatch_options(config: Config, procs: int) -> Iterator[str]:
     """The options in the script's head."""
     launch = config.launch
     tasks = count_tasks_per_node(config, procs)
-    yield f"--nodes={launch.nodes}"
+    yield f"--nodes={launch.nodes + launch.spares}"
+    if survives_lost_nodes(config):
+        yield "--no-kill"
     yield f"--ntasks-per-node={tasks}"
     if cpus := _count_cpus_per_node(launch, procs):
         yield f"--cpus-per-task={max(1, cpus // tasks)}"
@@ -254,9 +256,15 @@ def _make_sbatch_options(config: Config, procs: int) -> Iterator[str]:
     yield from launch.sbatch
 
 
+def survives_lost_nodes(config: Config) -> bool:
+    """Return whether the agents of a job may go on without one of its nodes. Slurm then must not
+    end the job for it."""
+    return config.launch.nodes + config.launch.spares > 1 and may_replace_ranks(config)
+
+
 def make_srun_allocation_options(config: Config) -> list[str]:
     """Return the options by which `srun` asks for the same nodes as the batch job would."""
-    of_a_job = ("--signal", "--requeue", "--no-requeue", "--open-mode")
+    of_a_job = ("--signal", "--requeue", "--no-requeue", "--open-mode", "--no-kill")
     ours = (*of_a_job, "--nodes", "--ntasks-per-node", "--time")
     options = [
         o
@@ -359,9 +367,18 @@ def render_agents_step(config: Config) -> Iterator[str]:
     """The step of one agent per node."""
     yield "# One agent per node, which starts that node's processes and watches them."
     srun = _make_srun_command(config, 1)
-    yield f'{srun} --wait={_SRUN_WAIT_S} --output="$run/logs/node-%n.log" \\'
+    if survives := survives_lost_nodes(config):
+        yield "# The agents go on without a node that is lost. When they have ended, srun would"
+        yield "# wait for that of a dead node until Slurm has given it up."
+        yield '(until [ -s "$run/.code" ]; do sleep 1; done'
+        yield f"  sleep {_SRUN_WAIT_S}; pkill -KILL -P $$ -x srun) > /dev/null 2>&1 &"
+        yield "waiting=$!"
+    ends = "--no-kill --wait=0 --kill-on-bad-exit=0" if survives else f"--wait={_SRUN_WAIT_S}"
+    yield f'{srun} {ends} --output="$run/logs/node-%n.log" \\'
     yield f"  {make_python_command(config)} -m echelon node \\"
     yield '  --nodes "$SLURM_NNODES" --master "$master:$port" "$run"'
+    if survives:
+        yield 'code=$?; kill "$waiting" 2> /dev/null; (exit "$code")'
 
 
 def _render_wandb_agent_step(config: Config, words: str) -> Iterator[str]:

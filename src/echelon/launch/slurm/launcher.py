@@ -24,6 +24,7 @@ from echelon.launch.plan import (
     ProbeCommand,
     ProbePlan,
     describe_failure_policy,
+    describe_node_policy,
     describe_program_or_experiment,
     place_ranks,
 )
@@ -66,8 +67,10 @@ class SlurmLauncher(Launcher):
         run = Run(Path(config.run.dir).absolute() / config.run.name)
         procs = batch_script.count_processes_per_node(config)
         nodes = [f"node {n}" for n in range(launch.nodes)]
+        queued = "" if config.program else "; it is queued again"
         submit = ("sbatch", "--parsable", str(run.script_file))
-        each = f"srun starts one agent on each of {launch.nodes} node{'s' * (launch.nodes > 1)}"
+        total = launch.nodes + launch.spares
+        each = f"srun starts one agent on each of {total} node{'s' * (total > 1)}"
         if batch_script.is_started_by_srun(config):
             tasks = batch_script.count_tasks_per_node(config, procs)
             each = f"srun starts {tasks} on each of {launch.nodes} nodes"
@@ -82,6 +85,7 @@ class SlurmLauncher(Launcher):
                 shlex.join(submit),
                 f"{each}: {describe_program_or_experiment(config)}",
                 describe_failure_policy(config, launch.nodes * procs),
+                *describe_node_policy(config, launch.nodes, queued),
                 f"{launch.signal_lead_s} s before the end of its time the run saves, and the "
                 "script queues it again",
             ),
@@ -155,7 +159,7 @@ class SlurmLauncher(Launcher):
             named = assign_name(config)
             folder = Path(named.run.dir).absolute() / str(named.run.name)
             require_slurm_accepts(batch_script.render_script(named, Run(folder)))
-            nodes = launch.nodes
+            nodes = launch.nodes + launch.spares
             options = [
                 *batch_script.make_srun_allocation_options(config),
                 f"--job-name={_PROBE_JOB_NAME}",

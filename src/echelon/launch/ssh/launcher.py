@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from echelon.config.schema import Config
+from echelon.config.validate import check_node_counts
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.hosts.ssh import require_ssh
 from echelon.launch import network_interface
@@ -33,6 +34,7 @@ from echelon.launch.plan import (
     ProbePlan,
     RankPlacement,
     describe_failure_policy,
+    describe_node_policy,
     describe_program_or_experiment,
     place_ranks,
 )
@@ -64,13 +66,16 @@ class SshLauncher(Launcher):
 
     def plan(self, config: Config, machine: LocalMachine) -> LaunchPlan:
         hosts, run = list_hosts(config.launch), _resolve_run(config)
+        if faults := [*check_node_counts(config.launch, len(hosts))]:
+            raise EchelonError(*faults)
         remote_command.select_variables(machine.env, config.launch.carry)
         commands = tuple(_make_node_command(config, hosts, node, run) for node in range(len(hosts)))
+        training = hosts[: len(hosts) - config.launch.spares]
         code_folder = file_transfer.find_code_folder(config)
         how_many = _describe_process_count(hosts, config.replica.devices)
         return LaunchPlan(
             self.name,
-            _place_ranks(config, hosts),
+            _place_ranks(config, training),
             make_thread_variables(config, max(h.procs or 1 for h in hosts), machine.env)
             | network_interface.plan_interface_variables(config.launch.interface, machine.env),
             (
@@ -80,7 +85,8 @@ class SshLauncher(Launcher):
                 "what the run made",
                 *map(shlex.join, commands),
                 f"on each host {how_many}: {describe_program_or_experiment(config)}",
-                describe_failure_policy(config, sum(h.procs or 1 for h in hosts)),
+                describe_failure_policy(config, sum(h.procs or 1 for h in training)),
+                *describe_node_policy(config, len(training)),
             ),
             commands,
         )
@@ -124,16 +130,22 @@ class SshLauncher(Launcher):
         try:
             names = [host.name for host in hosts]
             devices_per_replica = config.replica.devices
+            nodes = len(hosts) - config.launch.spares
             world = sum(
                 host.procs or get_default_process_count(r.devices, devices_per_replica)
-                for host, r in zip(hosts, reports, strict=True)
+                for host, r in list(zip(hosts, reports, strict=True))[:nodes]
             )
-            run.update_status(**make_starting_status("ssh", len(hosts), world), hosts=names)
+            run.update_status(**make_starting_status("ssh", nodes, world), hosts=names)
             _send_files(run, separate_hosts, code, new)
             keyed = remote_command.encode_variables(carried | {KEY_VARIABLE: make_key()})
-            open_sessions = sessions.start_sessions(names, plan.commands, keyed)
+
+            def start_session(host: int, node: int) -> sessions.SshSession:
+                command = _make_node_command(config, hosts, host, run, node)
+                return sessions.start_session(node, host, names[host], command, keyed)
+
+            started = sessions.SshSessions(names, start_session, config.launch.silence_s)
             start_writer_beats(run)
-            outcome = sessions.SshSessions(open_sessions).wait_for_all()
+            outcome = started.wait_for_all()
             missing = {each.host: file_transfer.fetch_results(each) for each in separate_hosts}
             return _report_outcome(run, outcome, missing)
         finally:
@@ -214,16 +226,17 @@ def _name_devices(stages: tuple[str, ...], first: int) -> tuple[str, ...]:
 
 
 def _make_node_command(
-    config: Config, hosts: list[SshHost], node: int, run: Run
+    config: Config, hosts: list[SshHost], host: int, run: Run, node: int | None = None
 ) -> tuple[str, ...]:
-    """Return the ssh command that runs the agent of one node."""
-    procs = hosts[node].procs
+    """Return the ssh command that runs an agent on a host. It has the number of the host, unless it
+    is one that has come back."""
+    procs, number = hosts[host].procs, host if node is None else node
     words = [sys.executable, "-m", "echelon", "node", "--tether", "--nodes", str(len(hosts))]
-    words += ["--node-rank", str(node), *(["--procs", str(procs)] if procs else [])]
-    folders = (str(run.get_code_folder(node)), os.getcwd())
+    words += ["--node-rank", str(number), *(["--procs", str(procs)] if procs else [])]
+    folders = (str(run.get_code_folder(host)), os.getcwd())
     return tuple(
         remote_command.make_argv(
-            config.launch, hosts[node].name, folders, [*words, str(run.folder)]
+            config.launch, hosts[host].name, folders, [*words, str(run.folder)]
         )
     )
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from types import FrameType
@@ -33,6 +33,8 @@ _GRACE_S = 10.0
 reason is known."""
 _KILL_S = 3.0
 _SUCCESS_CODES = (ExitCode.OK, ExitCode.PREEMPTED)
+_RETURN_INTERVAL_S = 5.0
+"""How often a lost host is tried again."""
 
 
 class SshLaunchOutcome(NamedTuple):
@@ -53,6 +55,11 @@ class SshSession:
     process: subprocess.Popen[bytes]
     code: int | None = None
     """Set once it has ended and all its output was read."""
+    host_index: int = 0
+    is_return: bool = False
+    """Whether it tries a host that was lost. What such a one prints before it takes part, mostly
+    that the host cannot be reached, is not shown."""
+    is_member: bool = True
 
     def __post_init__(self) -> None:
         assert self.process.stdout is not None
@@ -78,39 +85,44 @@ class SshSession:
         return self.code is None or self.code < 0 or self.code == SSH_FAILED or self.code > 128
 
 
-def start_sessions(
-    hosts: Sequence[str], commands: Sequence[Sequence[str]], first_line: bytes
-) -> list[SshSession]:
-    """Start all sessions at once; `first_line` sets the variables of each."""
-    sessions = [
-        SshSession(
-            node,
-            host,
-            subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                start_new_session=True,  # Ctrl-C is forwarded by this process
-                preexec_fn=partial(die_with_parent, os.getpid()),
-            ),
-        )
-        for node, (host, command) in enumerate(zip(hosts, commands, strict=True))
-    ]
-    for session in sessions:
-        assert session.process.stdin is not None
-        with contextlib.suppress(OSError):
-            session.process.stdin.write(first_line)
-    return sessions
+def start_session(
+    node: int, host_index: int, host: str, command: Sequence[str], first_line: bytes
+) -> SshSession:
+    """Start the agent of a node; `first_line` sets its variables."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,  # Ctrl-C is forwarded by this process
+        preexec_fn=partial(die_with_parent, os.getpid()),
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.write(first_line)
+    return SshSession(node, host, process, host_index=host_index)
 
 
 class SshSessions:
     """All sessions, until the last one has ended."""
 
-    def __init__(self, sessions: list[SshSession]) -> None:
-        self._sessions = sessions
-        self._width = max(len(s.host) for s in sessions)
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        start: Callable[[int, int], SshSession],
+        silence_s: float = 14.0,
+    ) -> None:
+        """Start a session on every host: `start(host, node)`. A host that is lost while the others
+        go on is tried again, with another number of its node."""
+        self._start, self._silence_s = start, silence_s
+        self._sessions = [start(host, host) for host in range(len(hosts))]
+        self._width = max(map(len, hosts))
+        self._meet: dict[str, Any] | None = None
+        """Where the leader is."""
+        self._returns: dict[int, float] = {}
+        """Host → when it is tried again."""
+        self._next_node = len(hosts)
         self._selector = selectors.DefaultSelector()
         self._failed: SshSession | None = None
         """The first one that did."""
@@ -123,21 +135,25 @@ class SshSessions:
     def wait_for_all(self) -> SshLaunchOutcome:
         """Print what the hosts print until all sessions have ended; returns the outcome."""
         for session in self._sessions:
-            for stream in session.streams:
-                self._selector.register(stream, selectors.EVENT_READ, session)
+            self._watch(session)
         # From a thread: a screen that is halted with Ctrl-S must not end the training.
         threading.Thread(target=self._send_keepalives, daemon=True, name="alive").start()
         with self._handle_signals():
             while any(self._iter_running_sessions()):
                 for key, _ in self._selector.select(_TICK_S):
                     self._read(key.data, key.fileobj)  # type: ignore[arg-type]
-                for session in self._iter_running_sessions():
+                for session in list(self._iter_running_sessions()):
                     self._reap(session)
+                self._try_lost_hosts()
                 self._end_overdue()
         return self._make_launch_outcome()
 
+    def _watch(self, session: SshSession) -> None:
+        for stream in session.streams:
+            self._selector.register(stream, selectors.EVENT_READ, session)
+
     def _iter_running_sessions(self) -> Iterator[SshSession]:
-        return (s for s in self._sessions if s.code is None)
+        return (s for s in list(self._sessions) if s.code is None)
 
     def _send_to_running(self, message: dict[str, Any]) -> None:
         for session in self._iter_running_sessions():
@@ -171,17 +187,58 @@ class SshSessions:
                 return
         if stream is session.process.stderr:
             session.last_stderr_lines.append(text)
+        if not session.is_member:
+            return
         screen = session.streams[stream]
         screen.write(f"{session.host:<{self._width}} │ {text}".rstrip() + "\n")
         screen.flush()
 
     def _handle_message(self, session: SshSession, message: dict[str, Any]) -> None:
-        """Handle a message of a node: the address of node 0, or a failure."""
+        """Handle a message of a node: the address of the leader, which nodes make up the world, or
+        a failure."""
         if "meet" in message:
-            for other in self._sessions[1:]:
-                other.send(message)
+            self._meet = message
+            for other in self._sessions:
+                if other is not session:
+                    other.send(message)
+        elif "nodes" in message:
+            self._take_members(message["nodes"])
+        elif not session.is_member:
+            return
         elif "failure" in message and (self._reported_failure is None or session.node == 0):
             self._reported_failure = Failure(**message["failure"])
+
+    # --- hosts that are lost while the others go on ---
+
+    def _take_members(self, nodes: Sequence[int]) -> None:
+        """The leader has said which nodes go on. Of the others nothing is waited for."""
+        self._deadline, self._failed, self._reported_failure = float("inf"), None, None
+        for session in self._sessions:
+            if session.node in nodes:
+                session.is_member = True
+            elif session.is_member:
+                session.is_member = False
+                self._returns[session.host_index] = time.monotonic() + _RETURN_INTERVAL_S
+                session.process.kill()
+
+    def _try_lost_hosts(self) -> None:
+        """Start an agent again on hosts that were lost, as a spare."""
+        if self._meet is None or self._is_stopping or not any(self._iter_members()):
+            return
+        for host, due in list(self._returns.items()):
+            is_busy = any(s.host_index == host for s in self._iter_running_sessions())
+            if is_busy or time.monotonic() < due:
+                continue
+            self._returns[host] = time.monotonic() + _RETURN_INTERVAL_S
+            session = self._start(host, self._next_node)
+            self._next_node += 1
+            session.is_return, session.is_member = True, False
+            session.send(self._meet)
+            self._sessions.append(session)
+            self._watch(session)
+
+    def _iter_members(self) -> Iterator[SshSession]:
+        return (s for s in self._iter_running_sessions() if s.is_member)
 
     # --- how they end ---
 
@@ -191,9 +248,22 @@ class SshSessions:
         if open_streams & set(session.streams) or session.process.poll() is None:
             return
         session.code = session.process.returncode
-        if session.code not in _SUCCESS_CODES and self._failed is None:
+        if not session.is_member:
+            return  # the others go on without it
+        if session.code in _SUCCESS_CODES:
+            self._end_others_soon()
+        elif self._failed is None:
             self._failed = session
-            self._deadline = time.monotonic() + (_KILL_S if self._reported_failure else _GRACE_S)
+            # Where it is lost, the others find out whether they can go on.
+            lost_s = 3 * self._silence_s if session.is_lost or _is_isolated(session) else 0.0
+            self._deadline = (
+                time.monotonic() + lost_s + (_KILL_S if self._reported_failure else _GRACE_S)
+            )
+
+    def _end_others_soon(self) -> None:
+        """Sessions that do not belong to the run any more must not outlast it."""
+        if not any(self._iter_members()):
+            self._deadline = min(self._deadline, time.monotonic())
 
     def _end_overdue(self) -> None:
         """End sessions that outlast a failure: first by a message to their watchdog, then by
@@ -211,6 +281,10 @@ class SshSessions:
             words = "stopped at once; the last snapshot is intact"
             failure = Failure(0, self._sessions[0].host, None, words, "", int(ExitCode.INTERRUPTED))
             return SshLaunchOutcome(failure.exit, f"\n{words}", asdict(failure))
+        finished = [s.code for s in self._sessions if s.code in _SUCCESS_CODES and s.is_member]
+        if finished and (self._failed is None or self._failed.is_lost):
+            # Nodes end well together, or not at all.
+            return SshLaunchOutcome(max(finished), "", None)
         if self._reported_failure is not None:
             return SshLaunchOutcome(
                 self._reported_failure.exit,
@@ -245,6 +319,11 @@ class SshSessions:
         elif not self._is_stopping:
             self._is_stopping = True
             self._send_to_running({"signal": number})
+
+
+def _is_isolated(session: SshSession) -> bool:
+    """Return whether an agent ended since it had lost the others, which may go on without it."""
+    return session.code == ExitCode.NODE_LOST
 
 
 def _make_silent_end_failure(session: SshSession) -> Failure:

@@ -48,8 +48,10 @@ def run_watched_node(folder: str, nodes: int, rank: int, procs: int | None) -> i
         os.close(ours)
         _set_up_agent_process(watchdog_pid)
         find_master = partial(_read_master_address, nodes, rank, theirs)
-        on_port = partial(_report_port, nodes) if rank == 0 else None
-        return join_run(folder, nodes, find_master, rank, procs, on_port, _report_failure)
+        on_port = partial(_report_port, nodes)
+        return join_run(
+            folder, nodes, find_master, rank, procs, on_port, _report_failure, _report_nodes
+        )
     os.close(theirs)
     try:
         return _NodeWatchdog(agent, ours).watch_until_end()
@@ -100,7 +102,8 @@ class _NodeWatchdog:
     def _handle_message(self, message: dict[str, Any]) -> bool:
         """Handle a message of the launcher; returns whether to continue."""
         if "meet" in message:
-            os.write(self._master_pipe, message["meet"].encode() + b"\n")
+            with contextlib.suppress(OSError):  # the agent knows a leader, and reads no more
+                os.write(self._master_pipe, message["meet"].encode() + b"\n")
         elif "signal" in message:
             os.kill(self._agent, message["signal"])
         return "kill" not in message
@@ -144,8 +147,13 @@ def _read_master_address(nodes: int, rank: int, master_pipe: int) -> str:
 
 
 def _report_port(nodes: int, port: int) -> None:
-    """Send the launcher the address of node 0's store."""
+    """Send the launcher the address of the leader's store."""
     _send_to_launcher({"meet": f"{find_reached_address(nodes, os.environ)}:{port}"})
+
+
+def _report_nodes(nodes: list[int]) -> None:
+    """Tell the launcher which nodes go on."""
+    _send_to_launcher({"nodes": nodes})
 
 
 def _report_failure(failure: Failure) -> None:

@@ -1,0 +1,87 @@
+"""Which nodes make up a world, and which of them may go on without the others.
+
+It knows no process and no socket. A side of a cut network goes on only if it has a majority of the
+nodes of the newest membership, spares among them; with exactly half it is the side of the leader.
+Two sides can never both have that, so they never both train.
+
+That holds for changes too: a membership counts only once a quorum of the one before it has accepted
+it. Otherwise a node that has not heard of a change could make a majority of the old membership
+complete, while the leader has a majority of the new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Member:
+    """One node, and where it can be reached should it become the leader."""
+
+    node: int
+    host: str
+    procs: int = 1
+    lifeline: str = ""
+    """HOST:PORT of its end of lifelines."""
+    store: str = ""
+    """HOST:PORT of its store."""
+    place: int = -1
+    """The number of the node whose ranks it runs: its own, or that of a lost one whose place it
+    took; -1: it is a spare."""
+    slots: tuple[int, ...] = ()
+    """The ranks that it runs, by their numbers in round 0."""
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Member:
+        """Return the member with the fields that `asdict` made of it."""
+        return cls(**{**fields, "slots": tuple(fields["slots"])})
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The nodes of a world for a while. A change has the next epoch."""
+
+    epoch: int
+    leader: int
+    members: Mapping[int, Member] = field(default_factory=dict)
+    survives: bool = False
+    """Whether the ranks could go on without a node."""
+    lost_hosts: tuple[str, ...] = ()
+    """The hosts of all nodes that were lost since the beginning."""
+
+    def to_fields(self) -> dict[str, Any]:
+        return asdict(self) | {"members": [asdict(m) for m in self.members.values()]}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Membership:
+        """Return the membership with the fields that `to_fields` made of it."""
+        members = map(Member.from_fields, fields["members"])
+        parts = {"members": {m.node: m for m in members}, "lost_hosts": tuple(fields["lost_hosts"])}
+        return cls(**{**fields, **parts})
+
+    def add(self, member: Member) -> Membership:
+        """Return the next membership, with a node that is new or has changed."""
+        return replace(self, epoch=self.epoch + 1, members={**self.members, member.node: member})
+
+    def remove(self, node: int) -> Membership:
+        """Return the next membership, without a node."""
+        left = {n: m for n, m in self.members.items() if n != node}
+        lost = self.lost_hosts + tuple(m.host for n, m in self.members.items() if n == node)
+        return replace(self, epoch=self.epoch + 1, members=left, lost_hosts=lost)
+
+    def has_quorum(self, nodes: Collection[int]) -> bool:
+        """Return whether these nodes may go on without the rest."""
+        count = 2 * len(set(nodes) & set(self.members))
+        is_half = count == len(self.members) and self.leader in nodes
+        return count > len(self.members) or is_half
+
+    def list_holders(self) -> list[Member]:
+        """Return the nodes that run ranks."""
+        return [m for m in self.members.values() if m.slots]
+
+    def find_spare(self, procs: int) -> Member | None:
+        """Return the first node that runs no ranks and has room for so many."""
+        spares = (m for n, m in sorted(self.members.items()) if m.place < 0 and m.procs >= procs)
+        return next(spares, None)

@@ -1,0 +1,277 @@
+"""A node is lost, and the run goes on inside the job with the numbers of an undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from command_line import ECHELON, FAULTY, START_S, CommandLine, curve
+from command_runner import RunningCommand, free_port, only_run, until
+from worlds import run_forked
+
+from echelon.errors import ExitCode
+from echelon.runs.run_folder import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
+STEPS = 120
+SETTINGS = (
+    FAULTY,
+    "run.name=a",
+    "trainer.batch_size=8",
+    f"trainer.steps={STEPS}",
+    "trainer.save.epochs=null",
+    "trainer.save.steps=20",
+    "trainer.evaluate.epochs=null",
+    "trainer.log_steps=1",
+    "launch.silence_s=8",
+)
+"""A busy machine may keep a node silent for some seconds."""
+PACE = ("pause_s=0.05", "missing_pause_s=0.2")
+"""A replacement comes before the end on a busy machine too."""
+
+
+@pytest.fixture(scope="module")
+def clean_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("clean")
+    words = [*SETTINGS, "launch=local", "launch.procs=3"]
+    done = run_forked([*ECHELON, "train", *words], folder)
+    assert done.code == 0, done.err
+    return Run(only_run(folder))
+
+
+def start_world(command_line: CommandLine, *words: str, nodes: int = 3) -> list[RunningCommand]:
+    """Nodes of launch=env, training."""
+    port = free_port()
+    all_words = ("train", "launch=env", "launch.procs=1", *SETTINGS, *PACE, *words)
+    world = command_line.env_world(*all_words, port=port, nodes=nodes)
+    command_line.wait_for_step(10)
+    return world
+
+
+def measure_next_step(command_line: CommandLine, what: str) -> None:
+    """Wait for the next step; `pytest -s` shows how long that took."""
+    began, step = time.monotonic(), command_line.step()
+    command_line.wait_for_step(step + 1)
+    print(f"{what} → next step: {time.monotonic() - began:.2f} s")
+
+
+def wait_for_ends(world: list[RunningCommand]) -> list[int]:
+    until(lambda: all(n.process.poll() is not None for n in world), START_S, "all ended")
+    return [node.wait().code for node in world]
+
+
+def require_same_curve(run: Run, clean: Run) -> None:
+    """Every step stands there once, with the number of the clean run."""
+    steps, values = zip(*curve(run), strict=True)
+    clean_steps, clean_values = zip(*curve(clean), strict=True)
+    assert steps == clean_steps
+    assert values == pytest.approx(clean_values, rel=1e-4, abs=1e-7)
+    assert run.read_status_file()["state"] == "finished"
+    assert run.read_status_file()["failure"] is None
+
+
+@pytest.mark.parametrize("node", [1, 0])
+def test_a_killed_node_is_survived_by_the_others(
+    node: int, command_line: CommandLine, clean_run: Run
+) -> None:
+    world = start_world(command_line)
+    host = command_line.cluster.nodes[node]
+    os.kill(command_line.agent(host), signal.SIGKILL)
+    measure_next_step(command_line, f"node {node} killed")
+    codes = wait_for_ends(world)
+    assert codes.pop(node) == -signal.SIGKILL
+    assert codes == [ExitCode.OK] * 2, command_line.recent_output()
+    assert f"lost node {node} ({host}, rank {node}) closed its connection" in (
+        command_line.recent_output()
+    )
+    assert "going on with 2 processes" in command_line.recent_output()
+    require_same_curve(command_line.run(), clean_run)
+    command_line.require_nothing_left()
+
+
+@pytest.mark.parametrize("node", [1, 0])
+def test_a_node_that_is_cut_off_ends_itself_and_the_others_go_on(
+    node: int, command_line: CommandLine, clean_run: Run
+) -> None:
+    """Nobody closes a connection. Both sides see the same folder, which is worse than in life."""
+    world = start_world(command_line)
+    host = command_line.cluster.nodes[node]
+    command_line.cluster.link(host, "down")
+    measure_next_step(command_line, f"node {node} cut off")
+    codes = wait_for_ends(world)
+    assert codes.pop(node) == ExitCode.NODE_LOST
+    assert codes == [ExitCode.OK] * 2, command_line.recent_output()
+    others = [w.read_output() for w in world]
+    alone = others.pop(node)
+    assert "nodes are no majority, so this side ends" in alone
+    assert any(
+        f"lost node {node} ({host}, rank {node}) has sent nothing for 8 s" in o for o in others
+    )
+    require_same_curve(command_line.run(), clean_run)
+    command_line.require_nothing_left()
+
+
+@pytest.mark.parametrize("node", [1, 0])
+def test_a_spare_takes_the_place_of_a_lost_node(
+    node: int, command_line: CommandLine, clean_run: Run
+) -> None:
+    """Two nodes train, with a majority that the spare makes complete where node 0 is lost."""
+    world = start_world(command_line, "launch.spares=1")
+    hosts = command_line.cluster.nodes
+    os.kill(command_line.agent(hosts[node]), signal.SIGKILL)
+    began = time.monotonic()
+    back = f"rank {node} replaced: 2 processes"
+    until(lambda: back in command_line.recent_output(), START_S, "all are back")
+    print(f"node {node} of 2 killed, with a spare → full world: {time.monotonic() - began:.2f} s")
+    assert f"{hosts[2]} takes over rank {node}" in command_line.recent_output()
+    codes = wait_for_ends(world)
+    assert codes.pop(node) == -signal.SIGKILL
+    assert codes == [ExitCode.OK] * 2, command_line.recent_output()
+    require_same_curve(command_line.run(), clean_run)
+    command_line.require_nothing_left()
+
+
+def test_a_spare_runs_all_ranks_of_a_lost_node(command_line: CommandLine, clean_run: Run) -> None:
+    world = start_world(command_line, "launch.spares=1", "launch.procs=2")
+    hosts = command_line.cluster.nodes
+    os.kill(command_line.agent(hosts[1]), signal.SIGKILL)
+    assert wait_for_ends(world) == [ExitCode.OK, -signal.SIGKILL, ExitCode.OK]
+    told = world[0].read_output()
+    assert f"{hosts[2]} takes over ranks 2, 3" in told
+    assert "replaced: 4 processes" in told
+    require_same_curve(command_line.run(), clean_run)
+    command_line.require_nothing_left()
+
+
+def test_a_spare_that_is_not_needed_ends_with_the_run(
+    command_line: CommandLine, clean_run: Run
+) -> None:
+    world = start_world(command_line, "launch.spares=1", "pause_s=0")
+    assert wait_for_ends(world) == [ExitCode.OK] * 3
+    require_same_curve(command_line.run(), clean_run)
+    command_line.require_nothing_left()
+
+
+def test_below_min_nodes_the_run_is_saved_and_ends_as_preempted(command_line: CommandLine) -> None:
+    world = start_world(command_line, "launch.min_nodes=3")
+    os.kill(command_line.agent(command_line.cluster.nodes[2]), signal.SIGKILL)
+    codes = wait_for_ends(world)
+    assert codes[:2] == [ExitCode.PREEMPTED] * 2, command_line.recent_output()
+    assert "2 nodes are left, and launch.min_nodes=3" in world[0].read_output()
+    run = command_line.run()
+    assert run.read_status_file()["state"] == "preempted"
+    assert run.find_newest_step() == command_line.step()  # saved where it ended
+    command_line.require_nothing_left()
+
+
+def test_of_two_nodes_only_the_side_of_the_leader_goes_on(
+    command_line: CommandLine, clean_run: Run
+) -> None:
+    world = start_world(command_line, nodes=2)
+    command_line.cluster.link(command_line.cluster.nodes[1], "down")
+    assert wait_for_ends(world) == [ExitCode.OK, ExitCode.NODE_LOST], command_line.recent_output()
+    require_same_curve(command_line.run(), clean_run)
+    command_line.require_nothing_left()
+
+
+def test_without_node_0_one_of_two_nodes_ends(command_line: CommandLine) -> None:
+    """It cannot know whether node 0 goes on. Since that does not, the run has failed."""
+    world = start_world(command_line, nodes=2)
+    os.kill(command_line.agent(command_line.cluster.nodes[0]), signal.SIGKILL)
+    assert wait_for_ends(world)[1] == ExitCode.NODE_LOST
+    failure = command_line.run().read_status_file()["failure"]
+    assert failure["exit"] == ExitCode.NODE_LOST
+    assert command_line.run().read_status_file()["state"] == "failed"
+    command_line.require_nothing_left()
+
+
+# --- by ssh and by Slurm ---
+
+
+def start_by_ssh(command_line: CommandLine, *words: str) -> RunningCommand:
+    hosts = f"launch.hosts=[{','.join(command_line.cluster.nodes)}]"
+    ssh = f"launch.ssh='ssh -F {command_line.cluster.ssh_config}'"
+    all_words = (hosts, ssh, "launch.procs=1", "launch.threads=1", *SETTINGS, *PACE, *words)
+    started = command_line.start("train", "launch=ssh", *all_words)
+    command_line.wait_for_step(10)
+    return started
+
+
+@pytest.mark.parametrize(("node", "how"), [(0, "killed"), (1, "cut off")])
+def test_a_lost_host_is_survived_by_ssh(
+    node: int, how: str, command_line: CommandLine, clean_run: Run
+) -> None:
+    """It is not tried again in vain: the run ends before the host is back."""
+    started = start_by_ssh(command_line, "missing_pause_s=0.05")
+    host = command_line.cluster.nodes[node]
+    if how == "killed":
+        os.kill(command_line.agent(host), signal.SIGKILL)
+    else:
+        command_line.cluster.link(host, "down")
+    measure_next_step(command_line, f"by ssh, node {node} {how}")
+    done = started.wait()
+    assert done.code == ExitCode.OK, done.err
+    assert f"lost node {node} ({host}, rank {node})" in done.err
+    assert done.err.count("lost node") == 1, done.err
+    require_same_curve(command_line.run(), clean_run)
+    command_line.cluster.link(host, "up")
+    command_line.require_nothing_left()
+
+
+@pytest.mark.parametrize("node", [0, 2])
+def test_a_host_that_comes_back_joins_again_by_ssh(
+    node: int, command_line: CommandLine, clean_run: Run
+) -> None:
+    started = start_by_ssh(command_line, "missing_pause_s=0.3")
+    host = command_line.cluster.nodes[node]
+    os.kill(command_line.agent(host), signal.SIGKILL)
+    began = time.monotonic()
+    back = f"rank {node} replaced: 3 processes"
+    is_over = started.process.poll
+    until(lambda: back in started.read_output() or is_over() is not None, START_S, "it is back")
+    print(f"by ssh, agent of node {node} killed → full world: {time.monotonic() - began:.1f} s")
+    assert f"{host} takes over rank {node}" in started.read_output(), started.read_output()
+    done = started.wait()
+    assert done.code == ExitCode.OK, done.err
+    require_same_curve(command_line.run(), clean_run)
+    command_line.require_nothing_left()
+
+
+def start_by_slurm(command_line: CommandLine, *words: str) -> tuple[RunningCommand, list[str]]:
+    all_words = ("launch.procs=1", "launch.threads=1", *SETTINGS, *PACE, *words)
+    started = command_line.start("train", "launch=slurm", *all_words, "--wait")
+    command_line.wait_for_step(10)
+    return started, command_line.hosts(command_line.job())
+
+
+def test_a_killed_node_is_replaced_by_a_spare_of_the_job(
+    command_line: CommandLine, clean_run: Run
+) -> None:
+    started, hosts = start_by_slurm(command_line, "launch.nodes=2", "launch.spares=1")
+    job = command_line.job()
+    command_line.cluster.kill_node(hosts[1])
+    measure_next_step(command_line, "by Slurm, node 1 killed")
+    done = started.wait()
+    assert done.code == ExitCode.OK, done.err
+    assert command_line.job() == job
+    log = command_line.run().get_node_log_file(0).read_text()
+    assert f"{hosts[2]} takes over rank 1" in log
+    assert "rank 1 replaced: 2 processes" in log
+    assert len(command_line.run().read_status_file()["starts"]) == 1
+    require_same_curve(command_line.run(), clean_run)
+
+
+def test_a_killed_agent_of_node_0_is_survived_by_the_job(
+    command_line: CommandLine, clean_run: Run
+) -> None:
+    started, hosts = start_by_slurm(command_line, "launch.nodes=3")
+    os.kill(command_line.agent(hosts[0]), signal.SIGKILL)
+    measure_next_step(command_line, "by Slurm, agent of node 0 killed")
+    done = started.wait()
+    assert done.code == ExitCode.OK, done.err
+    assert len(command_line.run().read_status_file()["starts"]) == 1
+    require_same_curve(command_line.run(), clean_run)
+    command_line.require_nothing_left()
