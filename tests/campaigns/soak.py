@@ -30,7 +30,11 @@ from command_runner import children, workers
 from curve_comparison import compare_curves
 from slurm_cluster import ClusterSlot, TestCluster
 
+from echelon.runs.history import read_history
+from echelon.runs.run_folder import Run
+
 EXPERIMENT = report.ROOT / "tests" / "helpers" / "faulty_experiment.py"
+_PROCESSES = 6
 _STEP_S = 0.05
 _STANDSTILL_S = 120.0
 _GONE_S = 30.0
@@ -42,6 +46,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--every-s", type=float, default=60.0, help="time between two faults")
     parser.add_argument("--faults", nargs="*", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--silence-s", type=float, default=5.0, help="launch.silence_s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -68,6 +73,7 @@ def _soak(cluster: TestCluster, disk: Path, args: Any, epochs: int) -> dict[str,
     hosts = f"launch.hosts=[{','.join(cluster.nodes)}]"
     launch = ["launch=ssh", "launch.procs=2", f"launch.ssh='ssh -F {cluster.ssh_config}'", hosts]
     pace = [f"trainer.epochs={epochs}", f"pause_s={_STEP_S}", "launch.hang_s=5"]
+    pace.append(f"launch.silence_s={args.silence_s:g}")
     run = _train(disturbed, [*launch, *pace])
     scene = _Scene(cluster, disk, run, random.Random(args.seed))
     scene.wait_for_progress()
@@ -118,6 +124,7 @@ class _Scene:
         chance: random.Random,
     ) -> None:
         self.cluster, self.disk, self.run, self.chance = cluster, disk, run, chance
+        self._history = Run(disk / "disturbed" / "runs" / "r")
         self._heal_later: list[tuple[float, Callable[[], None]]] = []
 
     def break_until_over(self, faults: list[str], every_s: float) -> Counter[str]:
@@ -127,6 +134,8 @@ class _Scene:
             self._heal_due()
             if time.monotonic() >= due_s and not self._heal_later:
                 self.wait_for_progress()
+                if not self.is_whole():
+                    continue  # a second node that is lost meanwhile may leave no majority
                 name = self.chance.choice(faults)
                 host = self.chance.choice(self.cluster.nodes)
                 print(f"{time.strftime('%H:%M:%S')} {name} on {host}", file=sys.stderr, flush=True)
@@ -151,6 +160,11 @@ class _Scene:
                 self.run.kill()
                 sys.exit(f"the run stands still:\n{output[-4000:]}")
             time.sleep(0.1)
+
+    def is_whole(self) -> bool:
+        """Return whether all ranks take part."""
+        rounds = read_history(self._history, is_running=True).phases[-1].rounds
+        return not rounds or rounds[-1].processes == _PROCESSES
 
     def heal_after(self, seconds: float, heal: Callable[[], None]) -> None:
         self._heal_later.append((time.monotonic() + seconds, heal))
