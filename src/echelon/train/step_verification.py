@@ -462,7 +462,7 @@ def _get_cudnn_version() -> int | None:
 def _read_cpu_name() -> str:
     """Return the name of the processor, as Linux knows it."""
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return platform.machine()
     lines = (line.partition(":") for line in text.splitlines())
