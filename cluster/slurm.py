@@ -141,12 +141,13 @@ def node_states(layout: Layout) -> dict[str, str]:
 
 
 def wait_for_nodes(layout: Layout, nodes: list[str], limit_s: float = 60) -> None:
-    """Wait until Slurm would run a job on each node; nodes that a fault drained are resumed."""
+    """Wait until Slurm would run a job on each node. Nodes that a fault drained are resumed, and so
+    are those that were cut off: Slurm may ask them for minutes only now and then."""
 
     def usable() -> bool:
         states = node_states(layout)
         for node in nodes:
-            if states.get(node, "").startswith(("drain", "fail")):
+            if states.get(node, "").startswith(("drain", "fail", "down")):
                 update = ["scontrol", "update", f"nodename={node}", "state=resume"]
                 works(update, layout.slurm_env)
         return all(states.get(node) in USABLE and _answers(layout, node) for node in nodes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from worlds import (
 
 from echelon.errors import ExitCode
 from echelon.runs.run_folder import Run
+from echelon.train.stop_signals import StopSignals
 
 pytestmark = pytest.mark.slow
 
@@ -276,3 +278,14 @@ def _listens(pid: int, number: signal.Signals) -> bool:
         line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
     )
     return bool(int(fields["SigCgt"], 16) >> (number - 1) & 1)
+
+
+def test_a_signal_that_only_another_rank_has_heard_of_is_waited_for() -> None:
+    stop = StopSignals()
+    stop.install()
+    try:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+        assert stop.find_reason() == "SIGUSR2"
+    finally:
+        stop.uninstall()
+    assert StopSignals().find_reason() == "a signal to another rank"

@@ -14,6 +14,8 @@ from typing import Any
 from echelon.errors import ExitCode
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+_ON_ITS_WAY_S = 3.0
+"""Slurm and ssh bring a signal to one node after the other."""
 
 
 class StopSignals:
@@ -39,6 +41,14 @@ class StopSignals:
             signal.SIG_UNBLOCK, STOP_SIGNALS
         )  # the parent process may have blocked them
         atexit.register(_ignore_signals)
+
+    def find_reason(self) -> str:
+        """Return the signal that stopped this run. Where another rank has heard of it first, it is
+        on its way to this one too, unless it was sent to the other alone."""
+        deadline = time.monotonic() + _ON_ITS_WAY_S
+        while not self.reason and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self.reason or "a signal to another rank"
 
     def uninstall(self) -> None:
         """Give the signals back to whoever handled them before, where the process goes on."""

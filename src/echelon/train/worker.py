@@ -228,7 +228,8 @@ class RankWorker:
         self.has_left_group = True
         self.training.close_writer()
         self._require_final_snapshot(outcome)
-        stopped_s = time.monotonic() - self.stop.requested_s
+        now_s = time.monotonic()
+        stopped_s = now_s - (self.stop.requested_s or now_s)
         mirrored = self.training.close_mirror(get_close_limit_s(self.config, outcome, stopped_s))
         if self.rank == 0:
             self._write_final_status(outcome, *self._began, mirrored)
@@ -588,7 +589,8 @@ class RankWorker:
         state = "preempted" if outcome is ExitCode.PREEMPTED else "finished"
         self._record_end(t.run, state, step=t.step, total_steps=t.total_steps, best=t.best_value)
         seconds = time.monotonic() - begun
-        cause = f"stopped by {self.stop.reason}" if outcome is ExitCode.PREEMPTED else state
+        stopped_by = self.stop.find_reason() if outcome is ExitCode.PREEMPTED else ""
+        cause = f"stopped by {stopped_by}" if stopped_by else state
         record_stop(t.run, t.step, t.samples, cause)
         history = read_history(t.run, is_running=False)
         progress = TrainingProgress(first_step, t.step, t.total_steps, seconds, history.trained_s)
@@ -604,7 +606,7 @@ class RankWorker:
             t.run,
             outcome,
             progress,
-            self.stop.reason,
+            stopped_by,
             {"effective": effective, "mirror": mirrored, **tracked},
             longer,
             t.unsaved_reason,
