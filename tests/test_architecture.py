@@ -253,7 +253,7 @@ def _name(path: Path) -> str:
 
 
 def _imported_modules(path: Path, own: set[str]) -> set[str]:
-    """The modules of ours that a file imports; of `from PACKAGE import MODULE`, the module."""
+    """The modules of ours that a file imports; of `from SOURCE import MODULE`, the module."""
     found: set[str] = set()
     for node, _ in _walk(_parse(path), True):
         if isinstance(node, ast.Import):
@@ -432,3 +432,19 @@ def test_a_worker_imports_what_it_uses(tmp_path: Path) -> None:
     unused = {"torchmetrics", "wandb", "torch.distributed.checkpoint", "lightning", "matplotlib"}
     assert not loaded & unused
     assert "torchmetrics" in evaluated, "else the check above sees nothing"
+
+
+def test_nobody_draws_from_the_random_numbers_of_the_user() -> None:
+    """Those of `random` and numpy are part of a run's state: a number that Echelon drew at some
+    moment would change those of the user, and differ from run to run."""
+    modules = ("random", "np.random", "numpy.random")
+    kept = ("getstate", "setstate", "get_state", "set_state", "seed", "Random", "SystemRandom")
+    drawn = [
+        f"{path.relative_to(SOURCE)}:{call.lineno}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+        if ast.unparse(call.func.value) in modules
+        and call.func.attr not in (*kept, "default_rng", "Generator", "PCG64", "SeedSequence")
+    ]
+    assert drawn == []

@@ -24,6 +24,8 @@ _MAX_REPORTED = 3
 _MAC_LENGTH = 64
 _MAX_PAUSE_S = 0.05
 _reported: set[str] = set()
+_PAUSES = random.SystemRandom()
+"""Not the generator of `random` itself, whose numbers are the user's."""
 
 
 class TorchStore(Protocol):
@@ -147,7 +149,7 @@ class SealedStore:
             if not amount and (opened := self._open(key, found)) is not None:
                 return _read_number(opened)
             if seen:  # somebody else was faster
-                time.sleep(random.uniform(0, pause))
+                time.sleep(_PAUSES.uniform(0, pause))
                 pause = min(2 * pause, _MAX_PAUSE_S)
             seen = b"" if found == seen else found
 

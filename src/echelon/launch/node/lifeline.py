@@ -367,6 +367,12 @@ class Lifeline:
         """Return the newest replacement of every rank that had one, on the leader."""
         return dict(self._replacements.get(attempt, {}))
 
+    def void_replacements(self, attempt: int, slots: Iterable[int]) -> None:
+        """On the leader: forget the replacements of ranks whose node is lost, as they are lost with
+        it."""
+        for slot in slots:
+            self._replacements.get(attempt, {}).pop(slot, None)
+
     def announce_round(self, attempt: int, round_: Round) -> None:
         """Tell all nodes which round has begun, from the leader."""
         self._take_round(attempt, round_)

@@ -195,7 +195,9 @@ class RankReplacement:
         lost_nodes = self._lifeline.take_lost_nodes()
         if lost_nodes and not self._may_lose_nodes(lost_nodes):
             return
-        losses += [RankLoss(list(lost.member.slots), lost.failure) for lost in lost_nodes]
+        for lost in lost_nodes:
+            self._lifeline.void_replacements(self._attempt, lost.member.slots)
+            losses.append(RankLoss(list(lost.member.slots), lost.failure))
         if losses:
             known = keeper.current
             slots = {slot for loss in losses for slot in loss.slots}
