@@ -141,17 +141,26 @@ def node_states(layout: Layout) -> dict[str, str]:
 
 
 def wait_for_nodes(layout: Layout, nodes: list[str], limit_s: float = 60) -> None:
-    """Wait until Slurm would run a job on each node. Nodes that a fault drained are resumed, and so
-    are those that were cut off: Slurm may ask them for minutes only now and then."""
+    """Wait until Slurm would run a job on each node; nodes that a fault drained are resumed.
+
+    Of a node that was cut off Slurm may ask for minutes only now and then. Its slurmd is started
+    anew after a while, and then registers by itself.
+    """
 
     def usable() -> bool:
         states = node_states(layout)
         for node in nodes:
-            if states.get(node, "").startswith(("drain", "fail", "down")):
+            if states.get(node, "").startswith(("drain", "fail")):
                 update = ["scontrol", "update", f"nodename={node}", "state=resume"]
                 works(update, layout.slurm_env)
         return all(states.get(node) in USABLE and _answers(layout, node) for node in nodes)
 
+    if wait_until(usable, limit_s / 4):
+        return
+    for node, state in node_states(layout).items():
+        if node in nodes and state not in USABLE:
+            daemons.stop(layout, f"slurmd-{node}")
+            start_node(layout, node)
     if not wait_until(usable, limit_s):
         states = node_states(layout)
         stuck = next((n for n in nodes if states.get(n) not in USABLE), nodes[0])
