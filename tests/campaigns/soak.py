@@ -2,9 +2,11 @@
 in peace.
 
 The run is one of `launch=ssh` with two processes on each host of the test cluster. Faults are drawn
-at random: a rank is killed or stopped, a host is killed, its cable is cut, or the disk is full. A
-host comes back after a while. The run must end well by itself, with every step once and the numbers
-of the undisturbed run, and must leave no process behind.
+at random: a rank is killed or stopped, a host is killed, its cable is cut, the disk is full, or the
+launcher is killed. A host comes back after a while. The launcher is kept running as systemd or a
+loop of the shell would do it: the same command is started again, and continues. The run must end
+well by itself, with every step once and the numbers of the undisturbed run, and must leave no
+process behind.
 """
 
 from __future__ import annotations
@@ -74,11 +76,10 @@ def _soak(cluster: TestCluster, disk: Path, args: Any, epochs: int) -> dict[str,
     launch = ["launch=ssh", "launch.procs=2", f"launch.ssh='ssh -F {cluster.ssh_config}'", hosts]
     pace = [f"trainer.epochs={epochs}", f"pause_s={_STEP_S}", "launch.hang_s=5"]
     pace.append(f"launch.silence_s={args.silence_s:g}")
-    run = _train(disturbed, [*launch, *pace])
-    scene = _Scene(cluster, disk, run, random.Random(args.seed))
+    scene = _Scene(cluster, disk, [*launch, *pace], random.Random(args.seed))
     scene.wait_for_progress()
     counts = scene.break_until_over(args.faults, args.every_s)
-    code = run.wait()
+    code = scene.run.wait()
     scene.heal_all()
     if code:
         print((disturbed / "output").read_text()[-4000:], file=sys.stderr)
@@ -91,11 +92,11 @@ def _soak(cluster: TestCluster, disk: Path, args: Any, epochs: int) -> dict[str,
 
 
 def _train(folder: Path, words: list[str]) -> subprocess.Popen[bytes]:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     command = ["-m", "echelon", "train", f"experiment={EXPERIMENT}:experiment", "run.name=r"]
     command += ["trainer.batch_size=8", "trainer.log_steps=1", "track.progress=none"]
     command += ["trainer.keep_last=2", *words]
-    with (folder / "output").open("wb") as output:
+    with (folder / "output").open("ab") as output:
         return subprocess.Popen(
             [sys.executable, *command], cwd=folder, stdout=output, stderr=output
         )
@@ -120,10 +121,12 @@ class _Scene:
         self,
         cluster: TestCluster,
         disk: Path,
-        run: subprocess.Popen[bytes],
+        words: list[str],
         chance: random.Random,
     ) -> None:
-        self.cluster, self.disk, self.run, self.chance = cluster, disk, run, chance
+        self.cluster, self.disk, self.chance = cluster, disk, chance
+        self._words = words
+        self.run = _train(disk / "disturbed", words)
         self._history = Run(disk / "disturbed" / "runs" / "r")
         self._heal_later: list[tuple[float, Callable[[], None]]] = []
 
@@ -144,6 +147,11 @@ class _Scene:
                     due_s = time.monotonic() + every_s
             time.sleep(0.2)
         return counts
+
+    def kill_launcher(self) -> None:
+        self.run.kill()
+        self.run.wait()
+        self.run = _train(self.disk / "disturbed", self._words)
 
     def wait_for_progress(self) -> None:
         """Wait until new lines of metrics are written; the run must not stand still."""
@@ -239,12 +247,18 @@ def _fill_disk(scene: _Scene, host: str) -> bool:
     return True
 
 
+def _kill_launcher(scene: _Scene, host: str) -> bool:
+    scene.kill_launcher()
+    return True
+
+
 FAULTS: dict[str, Callable[[_Scene, str], bool]] = {
     "kill-rank": _signal_worker(signal.SIGKILL),
     "stop-rank": _signal_worker(signal.SIGSTOP),
     "kill-node": _kill_node,
     "cut-cable": _cut_cable,
     "fill-disk": _fill_disk,
+    "kill-launcher": _kill_launcher,
 }
 
 
