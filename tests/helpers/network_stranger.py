@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from echelon.runs.failure import Failure
 
-_MARK_LENGTH = 64
 _FAILURE = Failure(1, "elsewhere", 3, "forged by a stranger", "")
 
 
@@ -21,8 +20,8 @@ class NetworkStranger:
     def __init__(self, host: str, store_port: int) -> None:
         self._host = host
         self._store = dist.TCPStore(host, store_port, None, False, timedelta(seconds=60), False)
-        # Values are readable. The lifeline's port is no secret, nor could it be.
-        self._lifeline_port = int(self._store.get("lifeline")[_MARK_LENGTH:])
+        # The lifeline's port is no secret, nor could it be.
+        self._lifeline_port = int(self._store.get("lifeline"))
 
     def do_everything(self) -> None:
         """Attack once in every way. Returns when all was sent."""

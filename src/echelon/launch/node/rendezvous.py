@@ -27,12 +27,10 @@ from echelon.config.schema import LaunchConfig, find_differences
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.plan import NodeSpec
 from echelon.utils.os_errors import format_os_error_reason
-from echelon.world.network_key import KEY_VARIABLE, make_key, read_key
 from echelon.world.sealed_store import SealedStore
 
 _OPERATION_TIMEOUT_S = 60.0
 _POLL_INTERVAL_S = 0.02
-_KEY_KEY = "key"
 
 
 class FixedRendezvous(RendezvousHandler):
@@ -245,32 +243,6 @@ def _connect_to_store(node: NodeSpec, timeout_s: float) -> dist.TCPStore:
 
 
 # --- what the nodes must agree on ---
-
-
-def agree_on_key(store: dist.TCPStore, node: NodeSpec, env: Mapping[str, str]) -> str:
-    """Return the key of the job: the one that the environment has, else one that node 0 makes.
-
-    In that case everybody who reaches the store can read it there: only `launch=env` without
-    ECHELON_KEY comes to that.
-    """
-    if key := read_key(env):
-        if node.rank == 0:
-            store.set(_KEY_KEY, "")
-        return key
-    if node.rank == 0:
-        key = make_key()
-        if node.node_count + node.spares > 1:
-            store.set(_KEY_KEY, key)
-        return key
-    if key := store.get(_KEY_KEY).decode():
-        return key
-    raise EchelonError(
-        Fault(
-            f"{KEY_VARIABLE} is set on node 0, but not on node {node.rank}",
-            "set it to the same value on every node, or on none",
-        ),
-        exit=ExitCode.RENDEZVOUS,
-    )
 
 
 def compare_with_node_0(
