@@ -6,11 +6,13 @@ import contextlib
 import json
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from echelon.runs.failure import Failure
 
+_BLOCK_BYTES = 4 << 20
 _FAILURE = Failure(1, "elsewhere", 3, "forged by a stranger", "")
 
 
@@ -19,7 +21,9 @@ class NetworkStranger:
 
     def __init__(self, host: str, store_port: int) -> None:
         self._host = host
-        self._store = dist.TCPStore(host, store_port, None, False, timedelta(seconds=60), False)
+        self._store: Any = dist.TCPStore(
+            host, store_port, None, False, timedelta(seconds=60), False
+        )
         # The lifeline's port is no secret, nor could it be.
         self._lifeline_port = int(self._store.get("lifeline"))
 
@@ -29,6 +33,22 @@ class NetworkStranger:
         self.speak_to_agent()
         self.send_much()
         self.hold_connections(1000)
+
+    def read_everything(self) -> list[bytes]:
+        """Return all values that are in the store."""
+        return [self._store.get(name) for name in self._store.list_keys()]
+
+    def fill_values(self, size: int) -> list[str]:
+        """Make values that ranks look at again and again as large as this; returns their names."""
+        names = ["echelon/0/failure", "echelon/0/left the loop"]
+        for name in names:
+            for _ in range(0, size, _BLOCK_BYTES):
+                self._store.append(name, "x" * _BLOCK_BYTES)
+        return names
+
+    def count_left(self, names: list[str]) -> int:
+        """Return how many of these values are still there."""
+        return sum(self._store.check([name]) for name in names)
 
     def write_into_store(self) -> None:
         """Report failures, offer replacements, count members that are not there, and join as a

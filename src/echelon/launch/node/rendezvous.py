@@ -7,12 +7,16 @@ before each attempt.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +35,8 @@ from echelon.world.sealed_store import SealedStore
 
 _OPERATION_TIMEOUT_S = 60.0
 _POLL_INTERVAL_S = 0.02
+_LOG_LEVEL_VARIABLE = "TORCH_CPP_LOG_LEVEL"
+_LOG_ERRORS = 2
 
 
 class FixedRendezvous(RendezvousHandler):
@@ -135,6 +141,7 @@ def host_or_join_store(node: NodeSpec, timeout_s: float) -> dist.TCPStore:
 
 def host_store(node: NodeSpec) -> dist.TCPStore:
     """Return a store on node 0's own address, reachable through that interface alone."""
+    _silence_store_warnings()
     listener = _bind_listener(node)
     return dist.TCPStore(
         node.master_host,
@@ -148,6 +155,7 @@ def host_store(node: NodeSpec) -> dist.TCPStore:
 
 def host_standby_store(address: str) -> dist.TCPStore:
     """Return a store at an address of this machine, for the case that this node has to lead."""
+    _silence_store_warnings()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family, backlog=128)
     port = listener.getsockname()[1]
@@ -160,6 +168,19 @@ def host_standby_store(address: str) -> dist.TCPStore:
         timeout=limit,
         master_listen_fd=listener.detach(),
     )
+
+
+def _silence_store_warnings() -> None:
+    """Have torch log errors alone in this process.
+
+    Its store logs a line for every message that it does not understand, so whoever reaches the port
+    could fill the log. torch reads its variable when it is imported, which may be long ago: so the
+    level is set where it has put it. A person who has set the variable wants what she has set.
+    """
+    if os.environ.get(_LOG_LEVEL_VARIABLE, "ERROR") == "ERROR":
+        with contextlib.suppress(OSError, ValueError):  # another build of torch
+            library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+            ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = _LOG_ERRORS
 
 
 def connect_to_leader(address: str) -> dist.TCPStore:
