@@ -13,6 +13,7 @@ import torch.distributed as dist
 from echelon.runs.failure import Failure
 
 _BLOCK_BYTES = 4 << 20
+_WATCHED_NAME = "echelon/0.1/failure"
 _FAILURE = Failure(1, "elsewhere", 3, "forged by a stranger", "")
 
 
@@ -38,17 +39,15 @@ class NetworkStranger:
         """Return all values that are in the store."""
         return [self._store.get(name) for name in self._store.list_keys()]
 
-    def fill_values(self, size: int) -> list[str]:
-        """Make values that ranks look at again and again as large as this; returns their names."""
-        names = ["echelon/0/failure", "echelon/0/left the loop"]
-        for name in names:
-            for _ in range(0, size, _BLOCK_BYTES):
-                self._store.append(name, "x" * _BLOCK_BYTES)
-        return names
+    def fill_value(self, size: int) -> None:
+        """Make a value as large as this at which ranks look when one of them is lost."""
+        for _ in range(0, size, _BLOCK_BYTES):
+            self._store.append(_WATCHED_NAME, "x" * _BLOCK_BYTES)
+        self._store.check([_WATCHED_NAME])  # all has arrived
 
-    def count_left(self, names: list[str]) -> int:
-        """Return how many of these values are still there."""
-        return sum(self._store.check([name]) for name in names)
+    def is_filled(self) -> bool:
+        """Return whether that value is still there."""
+        return bool(self._store.check([_WATCHED_NAME]))
 
     def write_into_store(self) -> None:
         """Report failures, offer replacements, count members that are not there, and join as a
