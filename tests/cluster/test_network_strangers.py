@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -20,6 +21,8 @@ from echelon.world.network_key import KEY_VARIABLE, make_key
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 STEPS = 400
+FILLED_BYTES = 200 << 20
+KEYS = (make_key(), make_key())
 WORLD = (
     FAULTY,
     "trainer.batch_size=8",
@@ -65,22 +68,87 @@ def test_a_run_goes_on_with_the_same_numbers_whatever_a_stranger_does(
     command_line.require_nothing_left()
 
 
-def test_a_node_without_the_key_of_the_others_is_told_so(command_line: CommandLine) -> None:
+@pytest.mark.parametrize("keys", [("", ""), (KEYS[0], KEYS[1]), (KEYS[0], ""), ("", KEYS[1])])
+def test_both_sides_say_at_once_that_their_keys_differ(
+    keys: tuple[str, str], command_line: CommandLine
+) -> None:
+    """Also where there is none, and the folder of the runs is not shared. Node 0 waits on, and
+    trains with the node that is started as it should be."""
     node_0, node_1, _ = command_line.cluster.nodes
-    port = str(free_port())
-    variables = {"MASTER_ADDR": node_0, "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    variables = {"MASTER_ADDR": node_0, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     words = ("train", "launch=env", "run.name=a", *WORLD, "trainer.steps=10")
-    first = command_line.start(
-        *words, on=node_0, NODE_RANK="0", **variables, **{KEY_VARIABLE: make_key()}
-    )
-    second = command_line.start(*words, on=node_1, NODE_RANK="1", **variables).wait(START_S)
-    assert second.code == ExitCode.RENDEZVOUS
-    assert "ECHELON_KEY is set on node 0, but not on node 1" in second.err
-    first.process.kill()
+    own = {KEY_VARIABLE: keys[0]} if keys[0] else {}
+    first = command_line.start(*words, on=node_0, NODE_RANK="0", **variables, **own)
+    there = () if any(keys) else (f"run.dir={command_line.folder / 'not shared'}",)
+    variables["NODE_RANK"] = "1"
+    wrong = {KEY_VARIABLE: keys[1]} if keys[1] else {}
+    second = command_line.start(*words, *there, on=node_1, **variables, **wrong).wait(START_S)
+    assert second.code == ExitCode.RENDEZVOUS, second.err
+    assert node_1 in second.err
+    assert KEY_VARIABLE in second.err
+    assert not set(filter(None, keys)) & set(re.findall(r"[0-9a-f]{64}", second.err))
+    refused = f"refused a connection from {command_line.cluster.addresses[node_1]}: it does not"
+    assert first.read_output().count(refused) == 1, "it says so before it could time out"
+    third = command_line.start(*words, on=node_1, **variables, **own).wait(START_S)
+    done = first.wait(START_S)
+    assert (done.code, third.code) == (ExitCode.OK, ExitCode.OK), done.err + third.err
+
+
+def test_without_a_variable_the_key_is_in_a_private_file_until_the_end(
+    command_line: CommandLine,
+) -> None:
+    node_0, port = command_line.cluster.nodes[0], free_port()
+    steps = f"trainer.steps={STEPS}"
+    words = ("train", "launch=env", "run.name=a", *WORLD, steps, "pause_s=0.05")
+    world = command_line.env_world(*words, port=port)
+    command_line.wait_for_step(5)
+    runs = command_line.run().folder.parent
+    (file,) = runs.glob(".key-*")
+    assert file.stat().st_mode & 0o777 == 0o600
+    key = json.loads(file.read_text())["key"].encode()
+    stranger = NetworkStranger(command_line.cluster.addresses[node_0], port)
+    assert not any(key in value for value in stranger.read_everything())
+    stranger.write_into_store()
+    stranger.speak_to_agent()
+    assert key.decode() not in command_line.recent_output()
+    done = [node.wait(START_S) for node in world]
+    assert [each.code for each in done] == [ExitCode.OK] * 2, command_line.recent_output()
+    assert [*runs.glob(".key-*")] == []
+    command_line.require_nothing_left()
+
+
+def test_a_key_that_can_be_guessed_is_refused(command_line: CommandLine) -> None:
+    node_1 = command_line.cluster.nodes[1]
+    variables = {"MASTER_ADDR": node_1, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     variables |= {"NODE_RANK": "0", KEY_VARIABLE: "1234"}
+    words = ("train", "launch=env", "run.name=a", *WORLD, "trainer.steps=10")
     short = command_line.start(*words, on=node_1, **variables).wait(START_S)
     assert short.code == ExitCode.USAGE
     assert "ECHELON_KEY has 4 characters, so it can be guessed" in short.err
+
+
+def test_a_stranger_who_fills_the_store_makes_no_reader_allocate(
+    command_line: CommandLine,
+) -> None:
+    """What he writes lies in the memory of node 0's agent until somebody looks at it: here the
+    ranks that go on when one is lost."""
+    node_0, node_1, _ = command_line.cluster.nodes
+    port = free_port()
+    steps = f"trainer.steps={STEPS}"
+    words = ("train", "launch=env", "run.name=a", *WORLD, steps, "pause_s=0.1")
+    world = command_line.env_world(*words, port=port, ECHELON_KEY=make_key())
+    command_line.wait_for_step(5)
+    survivor = command_line.worker(node_1)
+    before = _read_peak_bytes(survivor)
+    stranger = NetworkStranger(command_line.cluster.addresses[node_0], port)
+    stranger.fill_value(FILLED_BYTES)
+    os.kill(command_line.worker(node_0), signal.SIGKILL)
+    until(lambda: not stranger.is_filled(), START_S, "the deletion of what is too large")
+    assert _read_peak_bytes(survivor) - before < FILLED_BYTES // 4
+    done = [node.wait(START_S) for node in world]
+    assert [each.code for each in done] == [ExitCode.OK] * 2, command_line.recent_output()
+    assert "replaced: 2 processes" in done[0].err
+    command_line.require_nothing_left()
 
 
 @pytest.mark.parametrize("launcher", ["local", "ssh", "slurm"])
@@ -107,6 +175,13 @@ def test_the_key_is_in_environments_alone(launcher: str, command_line: CommandLi
     files = [path for path in command_line.folder.rglob("*") if path.is_file()]
     assert command_line.run().config_file in files
     assert [path for path in files if key.encode() in path.read_bytes()] == []
+
+
+def _read_peak_bytes(pid: int) -> int:
+    """Return the most memory that a process has had so far."""
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert match
+    return int(match[1]) << 10
 
 
 def _get_words(process: psutil.Process) -> list[str]:

@@ -6,12 +6,14 @@ import contextlib
 import json
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from echelon.runs.failure import Failure
 
-_MARK_LENGTH = 64
+_BLOCK_BYTES = 4 << 20
+_WATCHED_NAME = "echelon/0.1/failure"
 _FAILURE = Failure(1, "elsewhere", 3, "forged by a stranger", "")
 
 
@@ -20,9 +22,11 @@ class NetworkStranger:
 
     def __init__(self, host: str, store_port: int) -> None:
         self._host = host
-        self._store = dist.TCPStore(host, store_port, None, False, timedelta(seconds=60), False)
-        # Values are readable. The lifeline's port is no secret, nor could it be.
-        self._lifeline_port = int(self._store.get("lifeline")[_MARK_LENGTH:])
+        self._store: Any = dist.TCPStore(
+            host, store_port, None, False, timedelta(seconds=60), False
+        )
+        # The lifeline's port is no secret, nor could it be.
+        self._lifeline_port = int(self._store.get("lifeline"))
 
     def do_everything(self) -> None:
         """Attack once in every way. Returns when all was sent."""
@@ -30,6 +34,20 @@ class NetworkStranger:
         self.speak_to_agent()
         self.send_much()
         self.hold_connections(1000)
+
+    def read_everything(self) -> list[bytes]:
+        """Return all values that are in the store."""
+        return [self._store.get(name) for name in self._store.list_keys()]
+
+    def fill_value(self, size: int) -> None:
+        """Make a value as large as this at which ranks look when one of them is lost."""
+        for _ in range(0, size, _BLOCK_BYTES):
+            self._store.append(_WATCHED_NAME, "x" * _BLOCK_BYTES)
+        self._store.check([_WATCHED_NAME])  # all has arrived
+
+    def is_filled(self) -> bool:
+        """Return whether that value is still there."""
+        return bool(self._store.check([_WATCHED_NAME]))
 
     def write_into_store(self) -> None:
         """Report failures, offer replacements, count members that are not there, and join as a

@@ -10,7 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from echelon.errors import EchelonError
-from echelon.world import sealed_store
+from echelon.utils.sockets import shut_connections_to_port
+from echelon.world import bounded_store, sealed_store
+from echelon.world.bounded_store import MAX_VALUE_BYTES, BoundedStore
 from echelon.world.network_key import derive_key, read_key
 from echelon.world.sealed_store import SealedStore
 
@@ -133,3 +135,75 @@ def test_a_key_that_can_be_guessed_is_refused() -> None:
     assert read_key({"ECHELON_KEY": "0123456789abcdef"}) == "0123456789abcdef"
     with pytest.raises(EchelonError, match="ECHELON_KEY has 4 characters"):
         read_key({"ECHELON_KEY": "1234"})
+
+
+def fill(stranger: Any, name: str, blocks: int) -> None:
+    """Make a value of so many times seven megabytes; torch's server takes eight at once."""
+    for _ in range(blocks):
+        stranger.append(name, "x" * (7 << 20))
+    assert stranger.check([name]), "it has all arrived"
+
+
+def test_a_value_that_was_filled_is_not_read(
+    store: SealedStore, stranger: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader takes none of it, the value is deleted, and the true one counts."""
+    sizes: list[int] = []
+    receive = BoundedStore._receive
+
+    def record_size(self: BoundedStore, size: int) -> bytes:
+        sizes.append(size)
+        return receive(self, size)
+
+    monkeypatch.setattr(BoundedStore, "_receive", record_size)
+    store.set("a", "1")
+    fill(stranger, "b", 20)
+    fill(stranger, "d", 2)
+    store.set("c", "3")
+    with pytest.raises(RuntimeError):
+        store.multi_get(["a", "b", "c", "d"])
+    assert max(sizes) < 1000
+    assert not stranger.check(["b"])
+    assert not stranger.check(["d"])
+    store.set("b", "2")
+    assert store.multi_get(["a", "b", "c"]) == [b"1", b"2", b"3"]
+
+
+def test_a_counter_that_was_filled_counts_on(stranger: dist.TCPStore, raw: dist.TCPStore) -> None:
+    store = SealedStore(raw, KEY)
+    fill(stranger, "n", 3)
+    fill(stranger, "first", 3)
+    assert store.add("n", 2) == 2
+    assert store.add("n", 1) == 3
+    assert store.compare_set("first", "", "mine") == b"mine"
+
+
+def test_a_value_that_nobody_would_read_is_not_set(store: SealedStore) -> None:
+    with pytest.raises(ValueError, match="too large"):
+        store.set("a", "x" * MAX_VALUE_BYTES)
+    large = "x" * (MAX_VALUE_BYTES - 100)
+    store.set("a", large)
+    assert store.get("a") == large.encode()
+
+
+def test_a_store_that_speaks_otherwise_is_read_by_torch(
+    raw: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A later torch may put other bytes before its keys."""
+    monkeypatch.setattr(bounded_store, "_KEY_PREFIX", b"other/")
+    store = SealedStore(raw, KEY)
+    store.set("a", "1")
+    assert store.get("a") == b"1"
+    assert store.compare_set("a", "", "2") == b"1"
+    assert capfd.readouterr().err.count("are read without a limit") == 1
+
+
+def test_a_store_that_has_gone_is_an_error_of_torch(raw: dist.TCPStore) -> None:
+    client = dist.TCPStore("127.0.0.1", raw.port, None, False, timedelta(seconds=1), False)
+    store = SealedStore(client, KEY)
+    store.set("a", "1")
+    assert store.check(["a"])
+    shut_connections_to_port(raw.port)
+    with pytest.raises(dist.DistError):
+        store.compare_set("a", "", "2")
+    assert store.compare_set("a", "", "2") == b"1", "it connects again"

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from echelon.commands.arguments import make_parser
 from echelon.errors import EchelonError, ExitCode, Fault
+
+if TYPE_CHECKING:
+    from echelon.world.types import DetectionReason
 
 _KNOWN_KEYS = ("rank", "world_size", "master", "replica.devices")
 
@@ -39,6 +44,8 @@ def _explain_world(overrides: Sequence[str], json_wanted: bool, env: Mapping[str
         visible_devices=count_visible_gpus(env),
         devices_per_replica=1 if devices_per_replica is None else devices_per_replica,
     )
+    if detection.world.size > 1:
+        detection = replace(detection, reasons=(*detection.reasons, _explain_network(env)))
     if json_wanted:
         print(json.dumps(detection_to_dict(detection), indent=2))
     else:
@@ -46,6 +53,17 @@ def _explain_world(overrides: Sequence[str], json_wanted: bool, env: Mapping[str
 
         Console().print(render_detection(detection))
     return ExitCode.OK
+
+
+def _explain_network(env: Mapping[str, str]) -> DetectionReason:
+    """Return whether the processes know each other by a key."""
+    from echelon.world.network_key import KEY_VARIABLE, read_key
+    from echelon.world.types import DetectionReason
+
+    if read_key(env):
+        return DetectionReason("network", "with a key", f"{KEY_VARIABLE} is set")
+    why = f"{KEY_VARIABLE} is not set: whoever reaches the master can take part"
+    return DetectionReason("network", "open", why)
 
 
 def _parse_overrides(overrides: Sequence[str]) -> dict[str, str]:

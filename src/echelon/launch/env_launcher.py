@@ -29,6 +29,7 @@ from echelon.launch.plan import (
 )
 from echelon.runs.create import adopt_run, create_run
 from echelon.runs.run_folder import Run
+from echelon.world.network_key import KEY_VARIABLE, read_key
 from echelon.world.sealed_store import SealedStore
 
 _REQUIRED_VARIABLES = {
@@ -59,6 +60,7 @@ class EnvLauncher(Launcher):
             (
                 f"meet the other {total - 1} node{'s' * (total != 2)} at {host}:{port}"
                 + (", which this node hosts" if rank == 0 else ""),
+                *_describe_key(config, total, machine.env),
                 f"fork {procs} worker{'s' * (procs > 1)} here under torchrun's elastic agent: "
                 + describe_program_or_experiment(config),
                 *describe_idle_devices(config, procs, machine.visible_devices),
@@ -91,6 +93,19 @@ def _agree_on_run(
         store.set("run", str(run.folder))
         return run
     return adopt_run(Path(wait_for_key("run")), config)
+
+
+def _describe_key(config: Config, total: int, env: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the step of a plan that says by what the nodes know each other."""
+    if total == 1:
+        return ()
+    if read_key(env):
+        return (f"know the other nodes by {KEY_VARIABLE}, which has to be the same on all",)
+    folder = Path(config.run.dir).absolute()
+    return (
+        f"know the other nodes by a key that node 0 writes into a private file in {folder}, which "
+        f"all have to see; otherwise set {KEY_VARIABLE}",
+    )
 
 
 def _read_node_variables(env: Mapping[str, str]) -> tuple[int, int, str, int]:

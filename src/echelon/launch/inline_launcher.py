@@ -26,9 +26,13 @@ from echelon.launch.plan import (
     plan_local_probe,
 )
 from echelon.world import detect
+from echelon.world.network_key import KEY_VARIABLE, read_key
 
 _STEPS_ALONE = ("train in this process",)
 """What a process does that is a world of its own."""
+_OPEN_NETWORK = (
+    f"trust whoever reaches that address: {KEY_VARIABLE} is not set, and the processes have no key"
+)
 
 
 class InlineLauncher(Launcher):
@@ -62,6 +66,7 @@ class InlineLauncher(Launcher):
         steps = (
             f"meet the other {world.size - 1} processes at {world.master}",
             f"train in this process as rank {world.rank} of {world.size}",
+            *([] if read_key(machine.env) else [_OPEN_NETWORK]),
         )
         return LaunchPlan(self.name, (place,), steps=steps)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,7 +25,7 @@ from echelon.config.schema import Config, find_differences, flatten
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.parallel.store import format_ranks, read_failure, wait_for_keys
 from echelon.runs.failure import Failure
-from echelon.utils.sockets import list_sockets, shut_socket
+from echelon.utils.sockets import list_sockets, shut_socket, stop_accepting
 from echelon.world import World
 from echelon.world.sealed_store import SealedStore
 
@@ -35,6 +36,8 @@ _FAILURE_STAY_S = 6.0
 
 _SHARE_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 30.0
+_LAZY_CONNECTIONS_VARIABLE = "TORCH_GLOO_LAZY_INIT"
+"""With it gloo connects two ranks when they first have something to send."""
 _BUCKET_BYTES = 250 << 20
 _LENGTH_BYTES = 8
 _SHORT_BYTES = 1024
@@ -196,6 +199,9 @@ class RankGroup:
         dist.distributed_c10d._set_pg_timeout(timeout)
         _GROUP_SOCKETS.clear()
         _GROUP_SOCKETS.update({k: v for k, v in list_sockets().items() if before.get(k) != v})
+        # gloo keeps a file open for whoever connects, and aborts when it can open no more.
+        if not os.environ.get(_LAZY_CONNECTIONS_VARIABLE):
+            stop_accepting(_GROUP_SOCKETS)
 
     @staticmethod
     def interrupt_process_group() -> None:

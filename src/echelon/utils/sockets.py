@@ -4,8 +4,16 @@ sockets of its store and its process groups."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import socket
+import struct
+from collections.abc import Iterable
+
+_SO_ATTACH_FILTER = 26
+"""Of Linux; Python has no name for it."""
+_DROP_EVERYTHING = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
+"""A filter of one instruction: return 0, so many bytes of a packet are kept."""
 
 
 def list_sockets() -> dict[int, str]:
@@ -37,3 +45,13 @@ def shut_connections_to_port(port: int) -> None:
             is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
             if is_tcp and connection.getpeername()[1] == port:
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def stop_accepting(numbers: Iterable[int]) -> None:
+    """Have those of these sockets that listen take no more connections. They stay open: who owns
+    them would take an error for a failure of its own. Connections that are open go on."""
+    program = struct.pack("@HP", 1, ctypes.addressof(_DROP_EVERYTHING))
+    for number in numbers:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as listener:
+            if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)

@@ -3,7 +3,8 @@
 Everybody of a job has it in the environment variable ECHELON_KEY, which other users cannot read.
 Launchers make a new one for every start: `ssh` sends it over the connection to each host, Slurm's
 script makes one when the job begins, `local` gives it to the processes that it forks. With
-`launch=env`, or another launcher than ours, the user may set it on every node.
+`launch=env` node 0 writes it into a file (`launch/node/key_agreement.py`), unless the user has set
+it on every node; with another launcher than ours only the user can.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Mapping
 from echelon.errors import EchelonError, Fault
 
 KEY_VARIABLE = "ECHELON_KEY"
+SUGGESTED_COMMAND = f"{KEY_VARIABLE}=$(openssl rand -hex 32)"
+"""Makes a key in a shell, after `export`."""
 _MIN_LENGTH = 16
 
 
@@ -31,8 +34,7 @@ def read_key(env: Mapping[str, str]) -> str | None:
         raise EchelonError(
             Fault(
                 f"{KEY_VARIABLE} has {len(key)} characters, so it can be guessed",
-                f"set it to at least {_MIN_LENGTH} random ones: "
-                f"export {KEY_VARIABLE}=$(openssl rand -hex 32)",
+                f"set it to at least {_MIN_LENGTH} random ones: export {SUGGESTED_COMMAND}",
             )
         )
     return key

@@ -15,8 +15,9 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
+from echelon.world.bounded_store import MAX_VALUE_BYTES, BoundedStore, TorchStore
 from echelon.world.network_key import derive_key, read_key
 
 _POLL_S = 0.01
@@ -26,21 +27,6 @@ _MAX_PAUSE_S = 0.05
 _reported: set[str] = set()
 _PAUSES = random.SystemRandom()
 """Not the generator of `random` itself, whose numbers are the user's."""
-
-
-class TorchStore(Protocol):
-    """The part of torch's store that is used here."""
-
-    @property
-    def timeout(self) -> timedelta: ...
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def add(self, key: str, amount: int) -> int: ...
-    def compare_set(self, key: str, expected: Any, desired: str) -> bytes: ...
-    def delete_key(self, key: str) -> bool: ...
-    def multi_get(self, keys: list[str]) -> list[bytes]: ...
-    def set_timeout(self, timeout: timedelta) -> None: ...
 
 
 class StoreTimeoutError(RuntimeError):
@@ -54,10 +40,17 @@ class SealedStore:
     `torch_store` and `prefix` are for what torch itself keeps there, which is not sealed.
     """
 
-    def __init__(self, torch_store: Any, key: bytes | None, prefix: str = "") -> None:
+    def __init__(
+        self,
+        torch_store: Any,
+        key: bytes | None,
+        prefix: str = "",
+        bounded: BoundedStore | None = None,
+    ) -> None:
         self.torch_store: Any = torch_store
         self.prefix = prefix
         self._store: TorchStore = torch_store
+        self._bounded = bounded or BoundedStore(torch_store)
         self._key = key
 
     @classmethod
@@ -67,12 +60,16 @@ class SealedStore:
 
     def open_prefix(self, prefix: str) -> SealedStore:
         """Return the same store, with this prefix before every key, as torch's PrefixStore."""
-        return SealedStore(self.torch_store, self._key, f"{self.prefix}{prefix}/")
+        return SealedStore(self.torch_store, self._key, f"{self.prefix}{prefix}/", self._bounded)
+
+    def with_key(self, key: bytes | None) -> SealedStore:
+        """Return the same store for values of another key, or for plain ones."""
+        return SealedStore(self.torch_store, key, self.prefix, self._bounded)
 
     @property
     def root(self) -> SealedStore:
         """The same store without a prefix."""
-        return SealedStore(self.torch_store, self._key)
+        return SealedStore(self.torch_store, self._key, bounded=self._bounded)
 
     @property
     def host(self) -> str:
@@ -96,9 +93,8 @@ class SealedStore:
         """Return several values, once all are there."""
         deadline = time.monotonic() + self._store.timeout.total_seconds()
         while True:
-            sealed = self._store.multi_get([self._name(key) for key in keys])
-            values = [self._open(key, raw) for key, raw in zip(keys, sealed, strict=True)]
-            found = [value for value in values if value is not None]
+            self._store.wait([self._name(key) for key in keys], self._store.timeout)
+            found = [value for value in self._read(keys) if value is not None]
             if len(found) == len(keys):
                 return found
             if time.monotonic() > deadline:
@@ -117,9 +113,7 @@ class SealedStore:
             return False
         if self._key is None:
             return True
-        sealed = self._store.multi_get(names)
-        opened = [self._open(key, raw) for key, raw in zip(keys, sealed, strict=True)]
-        return None not in opened
+        return None not in self._read(keys)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
         """Set a value if there is none, and return the one that is there then. `expected` is the
@@ -127,7 +121,7 @@ class SealedStore:
         assert not expected
         name, sealed, seen = self._name(key), self._seal(key, value), b""
         while True:
-            found = self._store.compare_set(name, seen, sealed)
+            found = self._bounded.compare_set(name, seen, sealed)
             if (opened := self._open(key, found)) is not None:
                 return opened
             seen = b"" if found == seen else found  # a forged value gives way
@@ -143,7 +137,7 @@ class SealedStore:
             total = _read_number(self._open(key, seen)) + amount
             # Of two who write the same sum, only one must take it for his own.
             sealed = self._seal(key, f"{total} {secrets.token_hex(8)}")
-            found = self._store.compare_set(name, seen, sealed)
+            found = self._bounded.compare_set(name, seen, sealed)
             if found == sealed.encode():
                 return total
             if not amount and (opened := self._open(key, found)) is not None:
@@ -179,12 +173,24 @@ class SealedStore:
     def _name(self, key: str) -> str:
         return self.prefix + key
 
+    def _read(self, keys: list[str]) -> list[bytes | None]:
+        """Return the values that are there now; None for those that are not ours."""
+        start = len(self.prefix)
+        names = [self._name(key) for key in keys]
+        return self._bounded.read(names, lambda name, raw: self._open(name[start:], raw))
+
     def _seal(self, key: str, value: str | bytes) -> str:
         data = value.encode() if isinstance(value, str) else value
+        if len(data) + _MAC_LENGTH > MAX_VALUE_BYTES:
+            raise ValueError(f"{key}: a value of {len(data)} bytes is too large for the store")
         return data.decode() if self._key is None else self._make_mac(key, data) + data.decode()
 
-    def _open(self, key: str, sealed: bytes) -> bytes | None:
-        """Return the value behind its HMAC; None if it was made without the key."""
+    def _open(self, key: str, sealed: bytes | None) -> bytes | None:
+        """Return the value behind its HMAC; None if it was made without the key, or was too large
+        to be read (`sealed` is None)."""
+        if sealed is None:
+            _report_forged(self._name(key))
+            return None
         if self._key is None:
             return sealed
         if not sealed:

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.utils.os_errors import format_os_error_reason
+from echelon.world.network_key import KEY_VARIABLE
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Of somebody who has the key."""
@@ -169,7 +170,10 @@ class MessageChannel:
             self._derive_keys(nonce)
             if not hmac.compare_digest(proof, self._prove(b"connector")):
                 self._send_line(b"refused")
-                raise ChannelClosed("does not have the key of this job")
+                raise ChannelClosed(
+                    "does not have the key of this job; if it is a node of this job, give it the "
+                    f"same {KEY_VARIABLE}, or start all nodes anew without one"
+                )
             self._send_line(self._prove(b"listener"))
             self.is_authenticated = True
         elif not self._nonces:
@@ -219,8 +223,8 @@ def connect_channel(host: str, port: int, key: bytes, timeout_s: float) -> Messa
         except ChannelRefused:
             raise EchelonError(
                 Fault(
-                    f"the agent at {host}:{port} has another key than this one",
-                    "start all nodes of a job with the same key",
+                    f"the agent at {host}:{port} has another key than {socket.gethostname()}",
+                    f"set {KEY_VARIABLE} to the same value on every node, or on none",
                 ),
                 exit=ExitCode.RENDEZVOUS,
             ) from None

@@ -7,12 +7,16 @@ before each attempt.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,12 +31,12 @@ from echelon.config.schema import LaunchConfig, find_differences
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.plan import NodeSpec
 from echelon.utils.os_errors import format_os_error_reason
-from echelon.world.network_key import KEY_VARIABLE, make_key, read_key
 from echelon.world.sealed_store import SealedStore
 
 _OPERATION_TIMEOUT_S = 60.0
 _POLL_INTERVAL_S = 0.02
-_KEY_KEY = "key"
+_LOG_LEVEL_VARIABLE = "TORCH_CPP_LOG_LEVEL"
+_LOG_ERRORS = 2
 
 
 class FixedRendezvous(RendezvousHandler):
@@ -137,6 +141,7 @@ def host_or_join_store(node: NodeSpec, timeout_s: float) -> dist.TCPStore:
 
 def host_store(node: NodeSpec) -> dist.TCPStore:
     """Return a store on node 0's own address, reachable through that interface alone."""
+    _silence_store_warnings()
     listener = _bind_listener(node)
     return dist.TCPStore(
         node.master_host,
@@ -150,6 +155,7 @@ def host_store(node: NodeSpec) -> dist.TCPStore:
 
 def host_standby_store(address: str) -> dist.TCPStore:
     """Return a store at an address of this machine, for the case that this node has to lead."""
+    _silence_store_warnings()
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family, backlog=128)
     port = listener.getsockname()[1]
@@ -162,6 +168,19 @@ def host_standby_store(address: str) -> dist.TCPStore:
         timeout=limit,
         master_listen_fd=listener.detach(),
     )
+
+
+def _silence_store_warnings() -> None:
+    """Have torch log errors alone in this process.
+
+    Its store logs a line for every message that it does not understand, so whoever reaches the port
+    could fill the log. torch reads its variable when it is imported, which may be long ago: so the
+    level is set where it has put it. A person who has set the variable wants what she has set.
+    """
+    if os.environ.get(_LOG_LEVEL_VARIABLE, "ERROR") == "ERROR":
+        with contextlib.suppress(OSError, ValueError):  # another build of torch
+            library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+            ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = _LOG_ERRORS
 
 
 def connect_to_leader(address: str) -> dist.TCPStore:
@@ -245,32 +264,6 @@ def _connect_to_store(node: NodeSpec, timeout_s: float) -> dist.TCPStore:
 
 
 # --- what the nodes must agree on ---
-
-
-def agree_on_key(store: dist.TCPStore, node: NodeSpec, env: Mapping[str, str]) -> str:
-    """Return the key of the job: the one that the environment has, else one that node 0 makes.
-
-    In that case everybody who reaches the store can read it there: only `launch=env` without
-    ECHELON_KEY comes to that.
-    """
-    if key := read_key(env):
-        if node.rank == 0:
-            store.set(_KEY_KEY, "")
-        return key
-    if node.rank == 0:
-        key = make_key()
-        if node.node_count + node.spares > 1:
-            store.set(_KEY_KEY, key)
-        return key
-    if key := store.get(_KEY_KEY).decode():
-        return key
-    raise EchelonError(
-        Fault(
-            f"{KEY_VARIABLE} is set on node 0, but not on node {node.rank}",
-            "set it to the same value on every node, or on none",
-        ),
-        exit=ExitCode.RENDEZVOUS,
-    )
 
 
 def compare_with_node_0(

@@ -13,10 +13,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from echelon.config.schema import Config
-from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.errors import EchelonError, ExitCode
 from echelon.gpus import count_visible_gpus
 from echelon.launch.launcher import Launcher
 from echelon.launch.node.fork_server import ForkServer
@@ -32,8 +33,8 @@ from echelon.runs.writer import claim_run_folder, release_run_folder, start_writ
 from echelon.tracking.summary import format_rows
 from echelon.utils.files import read_json_object
 from echelon.utils.imports import pause_garbage_collection
-from echelon.world.network_key import KEY_VARIABLE, derive_key, read_key
-from echelon.world.sealed_store import SealedStore, StoreTimeoutError, derive_store_key
+from echelon.world.network_key import derive_key, read_key
+from echelon.world.sealed_store import SealedStore, derive_store_key
 
 if TYPE_CHECKING:
     from echelon.launch.node.agent import NodeAgent
@@ -79,17 +80,19 @@ def run_node(
 
     fork_server = ForkServer(() if config.program else _PRELOADED_MODULES)
     # From here on threads may start; the fork server imports the rest at the same time.
-    from echelon.launch.node.rendezvous import agree_on_key, host_or_join_store
+    from echelon.launch.node.key_agreement import agree_on_key
+    from echelon.launch.node.rendezvous import host_or_join_store
 
-    code, service = int(ExitCode.FAILED), None
+    code, service, agreed = int(ExitCode.FAILED), None, None
     try:
         store = host_or_join_store(node, config.launch.join_timeout_s)
         if on_port is not None and node.rank == 0:
             on_port(store.port)
-        key = agree_on_key(store, node, os.environ)
-        sealed = SealedStore(store, derive_store_key(key))
+        unsealed = SealedStore(store, None)
+        agreed = agree_on_key(unsealed, node, os.environ, Path(config.run.dir).absolute())
+        sealed = unsealed.with_key(derive_store_key(agreed.key))
         service = _NodeService(
-            launcher, config, node, report_failure, sealed, key, on_port, report_nodes
+            launcher, config, node, report_failure, sealed, agreed.key, on_port, report_nodes
         )
         code = service.run(fork_server, resolve_run)
     except EchelonError as error:
@@ -98,6 +101,8 @@ def run_node(
     finally:
         if service.leads if service is not None else node.rank == 0:
             record_exit(code)
+            if agreed is not None:
+                agreed.remove_file()
     return code
 
 
@@ -144,6 +149,7 @@ class _NodeService:
 
         Whatever is raised here is reported to the other nodes, which would otherwise wait for it.
         """
+        self._open_lifeline()  # nobody can be told that it failed
         try:
             return self._run_agent(fork_server, resolve_run)
         finally:
@@ -154,7 +160,6 @@ class _NodeService:
         from echelon.launch.node.agent import SpareReleased
 
         try:
-            self._open_lifeline()
             run = self._run = resolve_run(self._store, self._rendezvous.wait_for_key)
             self._record_start(run)
             agent = self._make_agent(run, fork_server)
@@ -301,6 +306,7 @@ class _NodeService:
         nodes = node.node_count + node.spares
         if nodes == 1:
             return
+        from echelon.launch.node.key_agreement import LIFELINE_KEY, read_lifeline_port
         from echelon.launch.node.rendezvous import find_listening_address
 
         self._lifeline = lifeline = Lifeline(_make_member(node, self._store), launch.silence_s)
@@ -308,20 +314,10 @@ class _NodeService:
             port = lifeline.open_as_leader(
                 find_listening_address(node), node.master_host, key, nodes
             )
-            self._store.set("lifeline", str(port))
+            self._store.with_key(None).set(LIFELINE_KEY, str(port))
             return
         lifeline.is_leader = False
-        try:
-            leader = f"{node.master_host}:{int(self._store.get('lifeline'))}"
-        except StoreTimeoutError:
-            raise EchelonError(
-                Fault(
-                    f"node {node.rank} and node 0 at {node.master_host}:{node.master_port} have "
-                    "different keys",
-                    f"set {KEY_VARIABLE} to the same value on every node, or on none",
-                ),
-                exit=ExitCode.RENDEZVOUS,
-            ) from None
+        leader = f"{node.master_host}:{read_lifeline_port(self._store, node)}"
         may_lead = not self._config.program and launch.max_replacements > 0
         host_store = self._host_standby_store if may_lead else lambda address: ""
         lifeline.open_as_follower(leader, key, nodes, self._exit_without_others, host_store)
@@ -335,9 +331,11 @@ class _NodeService:
     def _lead(self) -> None:
         """Do what node 0 did until now: hold the folder of the run, and say where it leads."""
         threading.Thread(target=self._claim_folder, daemon=True, name="claim").start()
+        from echelon.launch.node.key_agreement import LIFELINE_KEY
+
         assert self._standby_store is not None
         port = self._lifeline.own.lifeline.rpartition(":")[2]
-        self._standby_store.set("lifeline", port)
+        self._standby_store.with_key(None).set(LIFELINE_KEY, port)
         if self._on_port is not None:
             self._on_port(self._standby_store.port)
 
