@@ -166,5 +166,5 @@ def run_benchmark(description: str, measure: Callable[[int], Result], rounds: in
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=int, default=rounds)
     result = measure(parser.parse_args().rounds)
-    for row in [*result["figures"], *result["seconds"].values()]:
+    for row in [*result["figures"], *result.get("seconds", {}).values()]:
         print(f"{row['what']:<60}{row['median']:>8} {row['unit']} [{row['min']}–{row['max']}]")

@@ -47,10 +47,9 @@ def list_words(function: str, *more: str) -> list[str]:
     return [*ECHELON, "train", f"experiment={LOOPS}:{function}", "launch=local", *SETTINGS, *more]
 
 
-def run_clean(function: str, folder: Path) -> Path:
+def run_clean(folder: Path, function: str, *more: str) -> Path:
     """A run that nothing happens to."""
-    folder.mkdir(parents=True)
-    done = run_forked(list_words(function, "launch.procs=2", "pause_s=0"), folder)
+    done = run_forked(list_words(function, "launch.procs=2", "pause_s=0", *more), folder)
     assert done.code == 0, done.err
     return only_run(folder)
 

@@ -4,7 +4,6 @@ in memory, a replacement joins, and the curve is that of a run that nothing happ
 from __future__ import annotations
 
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from lost_ranks import (
     Loss,
     list_words,
     require_same_numbers,
-    run_clean,
     run_with_loss,
 )
 from worlds import run_forked
@@ -44,12 +42,6 @@ LOSSES = (
     Loss("experiment", 3, "sleep", 1, "step", 8, HANGS, HUNG),
     Loss("experiment", 2, "error", 1, "step", 5, TRANSIENT, ("transient=true",)),
 )
-
-
-@pytest.fixture(scope="module")
-def clean_runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("clean")
-    return cache(lambda function: run_clean(function, folder / function))
 
 
 @pytest.mark.slow

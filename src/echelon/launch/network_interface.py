@@ -21,15 +21,22 @@ def find_interface_to(host: str) -> str | None:
     On that host itself it is the interface with the address that the others know. None if there is
     no route.
     """
-    address = find_local_address(host)
-    if address is not None and address.startswith("127.") and not _is_loopback_host(host):
-        address = find_local_address(_UNUSED_ADDRESS)  # Debian gives a machine's own name 127.0.1.1
+    address = find_address_towards(host)
     if address is None:
         return None
     for name, addresses in psutil.net_if_addrs().items():
         if any(str(found.address).partition("%")[0] == address for found in addresses):
             return str(name)
     return None
+
+
+def find_address_towards(host: str) -> str | None:
+    """Return this machine's address on the route to a host, which the other machines on that route
+    know; None if there is no route."""
+    address = find_local_address(host)
+    if address is not None and address.startswith("127.") and not _is_loopback_host(host):
+        return find_local_address(_UNUSED_ADDRESS)  # Debian gives a machine's own name 127.0.1.1
+    return address
 
 
 def plan_interface_variables(chosen: str | None, env: Mapping[str, str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ other.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,32 +21,40 @@ class UnpackableValueError(Exception):
     """A tree holds something else; the message says what, and where."""
 
 
-def pack_tree(tree: Any, memory: Tensor | None = None) -> Tensor:
-    """Return a tree of dicts, lists, tuples, tensors, numbers, texts and None as a row of bytes, in
-    the memory of an earlier row if that is long enough.
+def pack_tree(tree: Any) -> Tensor:
+    """Return a tree of dicts, lists, tuples, tensors, numbers, texts and None as a row of bytes.
 
     Raises UnpackableValueError where there is anything else in it.
     """
     tensors: list[Tensor] = []
-    header = json.dumps(_describe_node(tree, tensors)).encode()
+
+    def add_tensor(tensor: Tensor) -> list[Any]:
+        dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+        tensors.append(dense.resolve_conj().resolve_neg().contiguous())
+        return [format_dtype(tensor.dtype), list(tensor.shape)]
+
+    header = json.dumps(describe_tree(tree, add_tensor)).encode()
     head = bytearray(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
-    pieces = [torch.frombuffer(head, dtype=torch.uint8)]
-    pieces += [t.reshape(-1).view(torch.uint8) for t in tensors if t.numel()]
-    size = sum(map(len, pieces))
-    if memory is not None and memory.untyped_storage().nbytes() >= size:
-        row = memory.new_empty(0).set_(memory.untyped_storage())[:size]
-    else:
-        row = torch.empty(size, dtype=torch.uint8)
-    for place, piece in zip(torch.split(row, list(map(len, pieces))), pieces, strict=True):
-        place.copy_(piece)
-    return row
+    rows = [t.cpu().reshape(-1).view(torch.uint8) for t in tensors if t.numel()]
+    return torch.cat([torch.frombuffer(head, dtype=torch.uint8), *rows])
 
 
 def unpack_tree(row: Tensor) -> Any:
     """Return the tree that `pack_tree` packed; its tensors are on the CPU."""
     raw = bytearray(row.numpy().tobytes())
     start = _LENGTH_BYTES + int.from_bytes(raw[:_LENGTH_BYTES], "little")
-    return _TreeReader(raw, start).build_node(json.loads(raw[_LENGTH_BYTES:start]))
+    position = start
+
+    def read_tensor(dtype_name: str, shape: list[int]) -> Tensor:
+        nonlocal position
+        dtype = parse_dtype(dtype_name)
+        end = position + torch.Size(shape).numel() * dtype.itemsize
+        own, position = raw[position:end], end
+        if not own:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(own, dtype=torch.uint8).view(dtype).reshape(shape)
+
+    return build_tree(json.loads(raw[_LENGTH_BYTES:start]), read_tensor)
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
@@ -69,45 +77,43 @@ def count_tensor_bytes(tree: Any) -> int:
     return sum(map(count_tensor_bytes, tree)) if isinstance(tree, list | tuple) else 0
 
 
-def _describe_node(node: Any, tensors: list[Tensor]) -> Any:
-    """Return JSON for a node. Types are compared exactly: a subclass would come back as its
-    base."""
-    if isinstance(node, Tensor):
-        dense = node.to_dense() if node.layout is not torch.strided else node
-        tensors.append(dense.resolve_conj().resolve_neg().contiguous())
-        return {"tensor": [str(node.dtype).removeprefix("torch."), list(node.shape)]}
-    if type(node) in _PLAIN_TYPES:
-        return node
-    if type(node) is dict:
-        pairs = [[_describe_node(part, tensors) for part in pair] for pair in node.items()]
+def describe_tree(tree: Any, describe_tensor: Callable[[Tensor], list[Any]]) -> Any:
+    """Return JSON for a tree, with what `describe_tensor` returns in the place of each tensor.
+
+    Types are compared exactly: a subclass would come back as its base. Raises UnpackableValueError.
+    """
+    if isinstance(tree, Tensor):
+        return {"tensor": describe_tensor(tree)}
+    if type(tree) in _PLAIN_TYPES:
+        return tree
+    if type(tree) is dict:
+        pairs = [[describe_tree(part, describe_tensor) for part in pair] for pair in tree.items()]
         return {"dict": pairs}
-    if type(node) in (list, tuple):
-        return {type(node).__name__: [_describe_node(part, tensors) for part in node]}
-    raise UnpackableValueError(f"a {type(node).__module__}.{type(node).__qualname__}")
+    if type(tree) in (list, tuple):
+        return {type(tree).__name__: [describe_tree(part, describe_tensor) for part in tree]}
+    raise UnpackableValueError(f"a {type(tree).__module__}.{type(tree).__qualname__}")
 
 
-class _TreeReader:
-    """Reads the tensors of a row in the order in which the header names them."""
+def build_tree(node: Any, build_tensor: Callable[..., Tensor]) -> Any:
+    """Return the tree that `describe_tree` described. `build_tensor` is called with what stands in
+    the place of each tensor, in the same order."""
+    if not isinstance(node, dict):
+        return node
+    [(kind, value)] = node.items()
+    if kind == "tensor":
+        return build_tensor(*value)
+    if kind == "dict":
+        return {build_tree(k, build_tensor): build_tree(v, build_tensor) for k, v in value}
+    parts = [build_tree(part, build_tensor) for part in value]
+    return parts if kind == "list" else tuple(parts)
 
-    def __init__(self, raw: bytearray, start: int) -> None:
-        self._raw = raw
-        self._position = start
 
-    def build_node(self, node: Any) -> Any:
-        if not isinstance(node, dict):
-            return node
-        [(kind, value)] = node.items()
-        if kind == "tensor":
-            return self._read_tensor(*value)
-        if kind == "dict":
-            return {self.build_node(key): self.build_node(part) for key, part in value}
-        parts = [self.build_node(part) for part in value]
-        return parts if kind == "list" else tuple(parts)
+def format_dtype(dtype: torch.dtype) -> str:
+    """Return the name of a type of numbers: ``float32``."""
+    return str(dtype).removeprefix("torch.")
 
-    def _read_tensor(self, dtype_name: str, shape: list[int]) -> Tensor:
-        dtype: torch.dtype = getattr(torch, dtype_name)
-        end = self._position + torch.Size(shape).numel() * dtype.itemsize
-        raw, self._position = self._raw[self._position : end], end
-        if not raw:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape)
+
+def parse_dtype(name: str) -> torch.dtype:
+    """Return the type of numbers with this name."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -204,6 +204,11 @@ class RankGroup:
             stop_accepting(_GROUP_SOCKETS)
 
     @staticmethod
+    def add_connection(number: int) -> None:
+        """Let a connection with this descriptor end with the open process group."""
+        _GROUP_SOCKETS[number] = list_sockets().get(number, "")
+
+    @staticmethod
     def interrupt_process_group() -> None:
         """Ends the collectives of the open process group, here and on its other ranks, with an
         error. Other connections of this process, the user's among them, stay open."""
@@ -286,11 +291,15 @@ class RankGroup:
 
     def is_any_true(self, flag: bool) -> bool:
         """Return on every rank whether the flag is set on any."""
+        return bool(self.find_largest(flag))
+
+    def find_largest(self, number: int) -> int:
+        """Return on every rank the largest number of all."""
         if self.store is None:
-            return flag
-        count = torch.tensor([int(flag)])
-        dist.all_reduce(count, dist.ReduceOp.MAX)
-        return bool(count)
+            return number
+        largest = torch.tensor([int(number)])
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Overwrites the tensor with that of rank `source`, and returns it."""

@@ -14,24 +14,24 @@ import math
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
 
 import psutil
-import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from echelon.config.schema import Config
-from echelon.parallel.packed_tree import count_tensor_bytes, pack_tree, unpack_tree
+from echelon.parallel.packed_tree import count_tensor_bytes
 from echelon.parallel.process_group import RankGroup
 from echelon.runs.run_folder import Run
 from echelon.snapshot.layout import list_snapshots, parse_step
-from echelon.snapshot.memory_snapshot import MemorySnapshot
+from echelon.snapshot.manifest import count_cores
+from echelon.snapshot.memory_snapshot import FlatSnapshot, MemorySnapshot
 from echelon.snapshot.shards import join_shards
-from echelon.snapshot.staging_buffer import StagingBuffer, to_plain_tree
+from echelon.snapshot.staging_buffer import StagingBuffer
 from echelon.snapshot.state import broadcast_tree
+from echelon.train.shard_exchange import ShardExchange, ShardName, ShardSlot
 
 if TYPE_CHECKING:
     from echelon.train.session_engine import SessionEngine
@@ -41,13 +41,15 @@ _MAX_SHARE = 0.01
 _MEET_TIMEOUT_S = 300.0
 
 
-class PieceName(NamedTuple):
-    """Which part of which state: that of rank `rank` of `ranks`, or all of it as 0 of 1."""
+class Obstacle(IntEnum):
+    """What keeps a copy from being made. The ranks agree on the largest of theirs."""
 
-    step: int
-    samples: int
-    ranks: int
-    rank: int
+    NONE = 0
+    BUSY = 1
+    """The copy before is still on its way to another rank."""
+    CONNECTION = 2
+    """It did not get there."""
+    ROOM = 3
 
 
 class MemoryCopies(ABC):
@@ -58,41 +60,49 @@ class MemoryCopies(ABC):
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
-        self._count, self._spent_s = 0, 0.0
+        self._count, self._blocked_s = 0, 0.0
         self._next_s = -math.inf
 
     def is_due(self) -> bool:
-        """Return whether a copy that takes as long as the last one would cost at most one percent
+        """Return whether a copy that costs as much as the last one would take at most one percent
         of the time."""
         return time.monotonic() >= self._next_s
 
     def keep(self, info: Mapping[str, Any], parts: Mapping[str, Any], begun_s: float) -> bool:
-        """Copy the state of this rank, whose collection began at `begun_s`; return whether there is
-        room for it on every rank. All ranks take part."""
-        if self._group.is_any_true(not self._has_room(parts)):
-            if self._group.world.rank == 0 and self._next_s != math.inf:
-                print(
-                    "warning: there is no room for copies of the state in memory, so the run goes "
-                    "back to its newest snapshot when a rank is lost",
-                    file=sys.stderr,
-                )
-            self._next_s = math.inf
-            return False
-        self._copy(json.loads(json.dumps(info)), parts)
+        """Copy the state of this rank, whose collection began at `begun_s`; return whether that was
+        possible on every rank. All ranks take part."""
+        obstacle = Obstacle(self._group.find_largest(self._find_obstacle(parts)))
+        if obstacle is Obstacle.NONE:
+            self._copy(json.loads(json.dumps(info)), parts)
+            self._count += 1
         now_s = time.monotonic()
-        self._count, self._spent_s = self._count + 1, self._spent_s + now_s - begun_s
-        self._next_s = now_s + (now_s - begun_s) / _MAX_SHARE
-        return True
+        self._blocked_s += now_s - begun_s
+        if obstacle <= Obstacle.BUSY:
+            self._next_s = now_s + (now_s - begun_s) / _MAX_SHARE
+        elif self._next_s != math.inf:
+            self._next_s = math.inf
+            self._print_warning(obstacle)
+        return obstacle is Obstacle.NONE
 
-    def _has_room(self, parts: Mapping[str, Any]) -> bool:
-        """Return whether copies of all ranks of this machine leave half of its memory. Once there
-        is a copy, its memory is used again."""
+    def _find_obstacle(self, parts: Mapping[str, Any]) -> Obstacle:
+        """Return what keeps this rank from making a copy. Copies of all ranks of this machine must
+        leave half of its memory; once there is a copy, its memory is used again."""
         needed = self.held_states * count_tensor_bytes(parts) * self._group.world.local_size
-        return self._count > 0 or needed <= psutil.virtual_memory().available // 2
+        has_room = self._count > 0 or needed <= psutil.virtual_memory().available // 2
+        return Obstacle.NONE if has_room else Obstacle.ROOM
+
+    def _print_warning(self, obstacle: Obstacle) -> None:
+        """Say why there are no more copies in this round."""
+        if obstacle is Obstacle.ROOM and self._group.world.rank == 0:
+            print(
+                "warning: there is no room for copies of the state in memory, so the run goes "
+                "back to its newest snapshot when a rank is lost",
+                file=sys.stderr,
+            )
 
     def describe(self) -> dict[str, float]:
-        """Return how many copies were made, and how long they took."""
-        return {"count": self._count, "seconds": round(self._spent_s, 6)}
+        """Return how many copies were made, and for how long the training waited for them."""
+        return {"count": self._count, "seconds": round(self._blocked_s, 6)}
 
     def begin_round(self, group: RankGroup) -> None:
         """Prepare for copies among the ranks of a round. All ranks take part, in the store."""
@@ -100,15 +110,23 @@ class MemoryCopies(ABC):
         self._next_s = -math.inf
 
     @abstractmethod
+    def leave_round(self) -> None:
+        """End what goes on in the background for a round that is over."""
+
+    @abstractmethod
+    def wait_until_kept(self, beat: Callable[[], None]) -> None:
+        """Wait until nothing goes on in the background, and call `beat` meanwhile."""
+
+    @abstractmethod
     def _copy(self, info: dict[str, Any], parts: Mapping[str, Any]) -> None:
         """Copy a state."""
 
     @abstractmethod
-    def list_pieces(self) -> list[PieceName]:
+    def list_shards(self) -> list[ShardName]:
         """Return what this rank has."""
 
     @abstractmethod
-    def get_piece(self, name: PieceName) -> MemorySnapshot:
+    def get_shard(self, name: ShardName) -> MemorySnapshot:
         """Return one of them."""
 
     @abstractmethod
@@ -132,12 +150,18 @@ class WholeCopies(MemoryCopies):
         with contextlib.suppress(OSError):  # no memory: then it takes the copy of another rank
             self._newest = MemorySnapshot(info, self._buffer.copy_state(parts))
 
-    def list_pieces(self) -> list[PieceName]:
+    def leave_round(self) -> None:
+        pass
+
+    def wait_until_kept(self, beat: Callable[[], None]) -> None:
+        pass
+
+    def list_shards(self) -> list[ShardName]:
         if self._newest is None:
             return []
-        return [PieceName(self._newest.step, self._newest.info["samples"], 1, 0)]
+        return [ShardName(self._newest.step, self._newest.info["samples"], 1, 0)]
 
-    def get_piece(self, name: PieceName) -> MemorySnapshot:
+    def get_shard(self, name: ShardName) -> MemorySnapshot:
         assert self._newest is not None
         return self._newest
 
@@ -147,84 +171,101 @@ class WholeCopies(MemoryCopies):
 
 class ShardCopies(MemoryCopies):
     """Copies of a state of which every rank has a shard: its own, and that of a partner, if it can
-    be on another node. The last two are kept, as a rank may be lost while a copy is made."""
+    be on another node. The last two are kept, as a rank may be lost while a copy is made.
+
+    At the step boundary a rank copies its shard within its own memory. The exchange with others
+    goes on in the background, and the next copy is not begun before it is over on every rank: so
+    the older of two copies can be overwritten, as the newer one is whole.
+    """
 
     held_states = 4
 
     def __init__(self, group: RankGroup) -> None:
         super().__init__(group)
-        self._copies = (_ShardCopy(), _ShardCopy())
-        self._shift = 0
+        self._slots = (ShardSlot(), ShardSlot())
+        self._exchange: ShardExchange | None = None
+        self._background_s = 0.0
 
     def begin_round(self, group: RankGroup) -> None:
         super().begin_round(group)
-        world = group.world
-        nodes = group.exchange("on its node", str(world.node_rank), _MEET_TIMEOUT_S)
-        self._shift = choose_partner_shift(nodes)
+        self.leave_round()
+        if group.world.size > 1:
+            self._exchange = ShardExchange(group)
+
+    def leave_round(self) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.give_up("the round is over")
+            self._background_s += exchange.processor_s
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether the last copy is still on its way to or from another rank."""
+        return self._exchange is not None and self._exchange.is_busy
+
+    def is_due(self) -> bool:
+        processor_s = self._exchange.last_processor_s if self._exchange is not None else 0.0
+        next_s = self._next_s + self._estimate_cost(processor_s) / _MAX_SHARE
+        return not self.is_exchanging and time.monotonic() >= next_s
+
+    def _estimate_cost(self, processor_s: float) -> float:
+        """Return by how much the training is delayed, at most, where threads beside it use
+        processors for so long: not at all if there are enough of them, and all of it where every
+        rank has but one."""
+        return processor_s * min(1.0, self._group.world.local_size / count_cores())
+
+    def wait_until_kept(self, beat: Callable[[], None]) -> None:
+        if self._exchange is not None:
+            self._exchange.wait(beat)
+
+    def describe(self) -> dict[str, float]:
+        """Return besides how long processors were at work in the background."""
+        now_s = self._exchange.processor_s if self._exchange is not None else 0.0
+        return super().describe() | {"background_seconds": round(self._background_s + now_s, 6)}
+
+    def _find_obstacle(self, parts: Mapping[str, Any]) -> Obstacle:
+        if self._exchange is not None and self._exchange.problem:
+            return Obstacle.CONNECTION
+        is_busy = Obstacle.BUSY if self.is_exchanging else Obstacle.NONE
+        return max(super()._find_obstacle(parts), is_busy)
+
+    def _print_warning(self, obstacle: Obstacle) -> None:
+        super()._print_warning(obstacle)
+        own = self._exchange.problem if self._exchange is not None else ""
+        rank = self._group.world.rank
+        if obstacle is Obstacle.CONNECTION and (own or rank == 0):
+            print(
+                "warning: copies of the state could not be exchanged with other ranks "
+                f"(rank {rank}: {own or 'see the logs of the others'}), so no more are made until "
+                "ranks are replaced",
+                file=sys.stderr,
+            )
 
     def _copy(self, info: dict[str, Any], parts: Mapping[str, Any]) -> None:
-        target = min(self._copies, key=lambda copy: max(copy.names, default=(-1,)))
-        target.names.clear()
-        tree = {"info": info, "parts": to_plain_tree(parts, ())}
-        target.own = pack_tree(tree, target.own)
+        slot = min(self._slots, key=lambda slot: slot.newest_step)
+        slot.shards.clear()
         world = self._group.world
-        name = PieceName(info["step"], info["samples"], world.size, world.rank)
-        target.names[name] = target.own
-        if world.size > 1:
-            partner = (world.rank - self._shift) % world.size
-            target.partners = self._exchange(target.own, target.partners, partner)
-            target.names[name._replace(rank=partner)] = target.partners
+        name = ShardName(info["step"], info["samples"], world.size, world.rank)
+        try:
+            slot.shards[name] = FlatSnapshot.stage(info, parts, slot.staging_buffer)
+        except OSError as error:
+            if self._exchange is not None:
+                self._exchange.give_up(f"no memory: {error}")
+            return
+        if self._exchange is not None:
+            self._exchange.begin(name, slot)
 
-    def _exchange(self, own: Tensor, memory: Tensor | None, partner: int) -> Tensor:
-        """Send a row to the rank that keeps it, and return that of the partner, in this memory if
-        it is long enough."""
-        keeper = (self._group.world.rank + self._shift) % self._group.world.size
-        length = torch.tensor([len(own)])
-        received = torch.empty_like(length)
-        _send_and_receive(length, keeper, received, partner)
-        size = int(received)
-        row = memory[:size] if memory is not None and len(memory) >= size else None
-        row = torch.empty(size, dtype=torch.uint8) if row is None else row
-        _send_and_receive(own, keeper, row, partner)
-        return row
+    def list_shards(self) -> list[ShardName]:
+        return [name for slot in self._slots for name in list(slot.shards)]
 
-    def list_pieces(self) -> list[PieceName]:
-        return [name for copy in self._copies for name in copy.names]
-
-    def get_piece(self, name: PieceName) -> MemorySnapshot:
-        [row] = [copy.names[name] for copy in self._copies if name in copy.names]
-        tree = unpack_tree(row)
-        return MemorySnapshot(tree["info"], tree["parts"])
+    def get_shard(self, name: ShardName) -> MemorySnapshot:
+        [shard] = [slot.shards[name] for slot in self._slots if name in slot.shards]
+        return shard.open()
 
     def drop_others(self, step: int) -> None:
-        for copy in self._copies:
-            copy.names = {name: row for name, row in copy.names.items() if name.step == step}
-
-
-@dataclass
-class _ShardCopy:
-    """The shards of one step on one rank, and the memory they are in."""
-
-    names: dict[PieceName, Tensor] = field(default_factory=dict)
-    own: Tensor | None = None
-    partners: Tensor | None = None
-
-
-def choose_partner_shift(nodes: list[str]) -> int:
-    """Return how many ranks further a rank's shards are kept, given the node of every rank: so that
-    as few as possible are kept on their own node."""
-    size = len(nodes)
-
-    def count_own_node(shift: int) -> int:
-        return sum(node == nodes[(rank + shift) % size] for rank, node in enumerate(nodes))
-
-    return min(range(1, size), key=count_own_node, default=0)
-
-
-def _send_and_receive(sent: Tensor, to: int, received: Tensor, source: int) -> None:
-    for work in (dist.isend(sent, to), dist.irecv(received, source)):
-        assert work is not None
-        work.wait()
+        for slot in self._slots:
+            if slot.newest_step != step:
+                slot.shards.clear()
 
 
 @dataclass
@@ -239,55 +280,55 @@ class KeptLoop:
     """The newest step that any rank had made when it left the round before."""
     position: tuple[int, int] = (0, 0)
     """The step and the samples of the copy that all ranks take."""
-    _pieces: list[tuple[PieceName, int]] = field(default_factory=list)
+    _shards: list[tuple[ShardName, int]] = field(default_factory=list)
     """Those of the copy, each with a rank that has it; empty: the ranks continue from a snapshot,
     or begin anew."""
 
     @property
     def has_copy(self) -> bool:
         """Whether the ranks continue from a copy in memory."""
-        return bool(self._pieces)
+        return bool(self._shards)
 
     def agree_on_copy(self, config: Config, run: Run, group: RankGroup) -> None:
-        """Find the newest copy of which the ranks have all pieces. A snapshot on disk that is newer
+        """Find the newest copy of which the ranks have all shards. A snapshot on disk that is newer
         is preferred: a run never goes back behind what it has saved. All ranks take part, in the
         store."""
         saved_step = -1
         if group.world.rank == 0 and config.trainer.resume in ("auto", "never"):
             folders = list_snapshots(run.snapshots_folder)
             saved_step = max((parse_step(f.name) or 0 for f in folders), default=-1)
-        text = json.dumps([saved_step, self.left_step, self.copies.list_pieces()])
+        text = json.dumps([saved_step, self.left_step, self.copies.list_shards()])
         found = [json.loads(t) for t in group.exchange("at the copy", text, _MEET_TIMEOUT_S)]
-        holders: dict[PieceName, int] = {}
+        holders: dict[ShardName, int] = {}
         self.left_step = max(left_step for _, left_step, _ in found)
         for rank, (*_, names) in enumerate(found):
             for name in names:
-                holders.setdefault(PieceName(*name), rank)
+                holders.setdefault(ShardName(*name), rank)
         whole = [n for n in holders if sum(o[:3] == n[:3] for o in holders) == n.ranks]
-        newest = max(whole, default=PieceName(-1, 0, 0, 0))
-        self._pieces, self.position = [], newest[:2]
+        newest = max(whole, default=ShardName(-1, 0, 0, 0))
+        self._shards, self.position = [], newest[:2]
         if newest.step >= max(0, found[0][0]):
-            self._pieces = sorted((n, r) for n, r in holders.items() if n[:3] == newest[:3])
+            self._shards = sorted((n, r) for n, r in holders.items() if n[:3] == newest[:3])
 
     def begin_round(self, group: RankGroup) -> None:
-        """Prepare for copies in a round, when all ranks have restored their state. Older pieces
+        """Prepare for copies in a round, when all ranks have restored their state. Older shards
         are of no use any more, and newer ones are of steps that are made again."""
         self.copies.drop_others(self.position[0] if self.has_copy else -1)
         self.copies.begin_round(group)
 
     def load_info(self, group: RankGroup) -> dict[str, Any]:
         """Return what the copy says of itself. A collective."""
-        name, source = self._pieces[0]
+        name, source = self._shards[0]
         is_source = group.world.rank == source
-        own = self.copies.get_piece(name).info if is_source else None
+        own = self.copies.get_shard(name).info if is_source else None
         info: dict[str, Any] = group.broadcast_json(own, source)
         return info
 
     def load_part(self, part: str, group: RankGroup) -> Any:
-        """Return a part of the copy, joined from the pieces of all ranks. A collective."""
+        """Return a part of the copy, joined from the shards of all ranks. A collective."""
         trees = []
-        for name, source in self._pieces:
+        for name, source in self._shards:
             is_source = group.world.rank == source
-            own = self.copies.get_piece(name).load_part(part) if is_source else None
+            own = self.copies.get_shard(name).load_part(part) if is_source else None
             trees.append(broadcast_tree(own, group, source))
         return trees[0] if len(trees) == 1 else join_shards(trees)

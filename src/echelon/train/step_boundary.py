@@ -95,7 +95,7 @@ class StepBoundary(RunOutput, ABC):
             raise TrainingStopped
         if self.step < self.total_steps and not self.is_finished:
             if self.copies is not None and (requests.copy or requests.regroup):
-                is_kept = self._keep_copy(self.copies)
+                is_kept = self._keep_copy(self.copies, is_last=requests.regroup)
                 if requests.regroup and not is_kept:
                     self.save()
             if requests.regroup:
@@ -272,13 +272,18 @@ class StepBoundary(RunOutput, ABC):
         self.is_best = False
         self.heartbeat.beat()
 
-    def _keep_copy(self, copies: MemoryCopies) -> bool:
+    def _keep_copy(self, copies: MemoryCopies, is_last: bool) -> bool:
         """Copy the state into the memory of the ranks; return whether there is room for it. All of
-        them take part."""
+        them take part. The last copy of a round is there on all of them when this returns."""
+        if is_last:
+            copies.wait_until_kept(self.heartbeat.beat)
         begun_s = time.monotonic()
         parts = self.collect_copy()
         in_memory = {"is_in_memory": True, "folder": self.last_snapshot, "part_names": [*parts]}
-        return copies.keep(self.describe_snapshot() | in_memory, parts, begun_s)
+        is_kept = copies.keep(self.describe_snapshot() | in_memory, parts, begun_s)
+        if is_last:
+            copies.wait_until_kept(self.heartbeat.beat)
+        return is_kept
 
     def describe_snapshot(self) -> dict[str, Any]:
         """Return what a snapshot says about itself."""

@@ -348,11 +348,14 @@ class RankWorker:
         continues from the newest copy in the memory of the ranks."""
         kept = KeptLoop(copies)
         self._join_as_replacement()
-        while True:
-            try:
-                return self._run_loop_in_round(prepare, kept)
-            except BaseException as error:
-                self._leave_loop(error, kept)
+        try:
+            while True:
+                try:
+                    return self._run_loop_in_round(prepare, kept)
+                except BaseException as error:
+                    self._leave_loop(error, kept)
+        finally:
+            copies.leave_round()
 
     def _run_loop_in_round(self, prepare: Prepare, kept: KeptLoop) -> ExitCode:
         assert self.run is not None
@@ -405,6 +408,7 @@ class RankWorker:
     def _leave_loop(self, error: BaseException, kept: KeptLoop) -> None:
         """Go over to the next round, if the error says that there is one. Otherwise the error is
         raised again."""
+        kept.copies.leave_round()
         training, rounds = self.training, self.rounds
         can_leave = rounds is not None and (rounds.is_confirmed or rounds.is_replacement)
         next_group = self._find_next_round(error, can_leave)

@@ -292,6 +292,17 @@ class ChannelListener:
             self._selector.unregister(channel.connection)
         channel.close()
 
+    def release_channel(self, channel: MessageChannel) -> None:
+        """Leave a connection to the caller, who reads from it from now on."""
+        self._selector.unregister(channel.connection)
+
+    def close(self) -> None:
+        """Close the port, and the connections of strangers."""
+        for channel in list(self._strangers):
+            self.close_channel(channel)
+        self._selector.close()
+        self._listener.close()
+
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
