@@ -40,6 +40,7 @@ TITLES = {
     "startup": "From the command to the first step, and memory",
     "restart": "From a killed worker to the next step",
     "survival_cost": "What being ready for a lost rank costs",
+    "many_agents": "From a lost agent to the new group, with thousands of agents",
     "cli": "What a command that needs no torch costs",
     "order": "Starting and drawing an epoch",
     "shuffle_quality": "How well data in files is shuffled",

@@ -125,10 +125,10 @@ class NodeServer:
 
     def send_to_peers(self, message: Message) -> None:
         """Send a message to every node that has a connection to this one."""
-        body = encode_message(message)
-        for node, peer in list(self._peers.items()):
-            if self._routes.get(node) is peer:
-                peer.channel.send_encoded(body)
+        peers = [p for n, p in list(self._peers.items()) if self._routes.get(n) is p]
+        body = encode_message(message) if peers else b""
+        for peer in peers:
+            peer.channel.send_encoded(body)
 
     def drop(self, node: int) -> None:
         """Close the connection to a node."""

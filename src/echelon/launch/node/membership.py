@@ -76,8 +76,9 @@ class Membership:
         """Return the membership that `to_change` was made of; None if this one is not its base."""
         if change["base"] != [self.epoch, self.leader]:
             return None
-        removed = set(change["removed"])
-        members = {n: m for n, m in self.members.items() if n not in removed}
+        members = dict(self.members)
+        for node in change["removed"]:
+            members.pop(node, None)
         members |= {m.node: m for m in map(Member.from_fields, change["changed"])}
         return replace(Membership.from_fields(change["rest"]), members=members)
 
