@@ -41,6 +41,7 @@ TITLES = {
     "restart": "From a killed worker to the next step",
     "survival_cost": "What being ready for a lost rank costs",
     "peer_copies": "What copies of the state in the memory of other ranks cost",
+    "many_agents": "From a lost agent to the new group, with thousands of agents",
     "cli": "What a command that needs no torch costs",
     "order": "Starting and drawing an epoch",
     "shuffle_quality": "How well data in files is shuffled",

@@ -1,7 +1,8 @@
 """How nodes learn that another one died, was cut off or hangs, and who of them leads.
 
 The agent of every node holds one TCP connection to the agent that leads, at first node 0's, and
-exchanges messages over it (`lifeline_sockets.py`). A closed connection or silence is a lost node.
+exchanges messages over it (`lifeline_sockets.py`); where there are many nodes, over another agent
+that passes them on (`lifeline_relay.py`). A closed connection or silence is a lost node.
 The leader decides which failure was the first, which nodes make up the world (`membership.py`) and
 which round comes next, and tells everybody at once. torch's store cannot do this: it does not know
 when a client is gone.
@@ -16,12 +17,13 @@ import math
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from echelon.errors import EchelonError, ExitCode
+from echelon.launch.node.lifeline_relay import FANOUT
 from echelon.launch.node.lifeline_sockets import LeaderConnection, NodeServer
 from echelon.launch.node.membership import Member, Membership
 from echelon.launch.node.message_channel import Message
@@ -40,6 +42,8 @@ _ELECTION_SLACK_S = 8.0
 _LATE_NODES_S = 3.0
 """How long an election waits for living nodes beyond a majority: those that come later are lost."""
 _POLL_S = 0.01
+_ASK_INTERVAL_S = 1.0
+_KEPT_MEMBERSHIPS = 16
 _EVERY_ATTEMPT = -1
 """In place of an attempt: a lost node ends all of them, where nobody is left to restart with."""
 
@@ -130,7 +134,12 @@ class Lifeline:
     Methods are called by the agent; messages arrive in threads.
     """
 
-    def __init__(self, own: Member | None = None, silence_s: float = SILENCE_LIMIT_S) -> None:
+    def __init__(
+        self,
+        own: Member | None = None,
+        silence_s: float = SILENCE_LIMIT_S,
+        fanout: int = FANOUT,
+    ) -> None:
         self.own = own or Member(0, socket.gethostname(), place=0)
         self.is_leader = True
         self.is_isolated = False
@@ -141,9 +150,13 @@ class Lifeline:
         """The newest membership that a quorum of the one before it has accepted."""
         self._accepted: dict[int, int] = {}
         """Node → the epoch of the membership that it has accepted last."""
+        self._accepted_counts: Counter[int] = Counter()
+        """Epoch → how many acceptances have come."""
         self._is_unsent = False
         """Whether the other nodes have yet to hear of the membership."""
-        self._silence_s = silence_s
+        self._sent: deque[Membership] = deque(maxlen=_KEPT_MEMBERSHIPS)
+        """The memberships that all nodes were sent last, by this leader."""
+        self._silence_s, self._fanout = silence_s, fanout
         self._server: NodeServer | None = None
         self._leader: LeaderConnection | None = None
         self._leading_member = Member(0, "node 0", place=0)
@@ -157,6 +170,10 @@ class Lifeline:
         """Node → how it introduced itself to this one, which does not lead yet."""
         self.is_electing = False
         """Whether the leader is lost, and no other one found yet."""
+        self._is_waiting = False
+        """Whether the node over which the leader was reached looks for another one."""
+        self._is_candidate = False
+        """Whether others would follow this node, which was waiting."""
 
         self._attempt = 0
         self._failures: dict[int, Failure] = {}
@@ -191,6 +208,7 @@ class Lifeline:
         the port. `nodes` is how many may come."""
         self._key, self._nodes = key, nodes
         server = self._open_server(listening_address)
+        server.is_root = True
         self.own = replace(self.own, lifeline=f"{host}:{server.port}")
         self.membership = replace(self.membership, members={self.own.node: self.own})
         self._committed = self.membership
@@ -217,7 +235,7 @@ class Lifeline:
         own = self._leader.own_address
         server = self._open_server(own)
         self.own = replace(self.own, lifeline=f"{own}:{server.port}", store=host_store(own))
-        self._leader.start(self.own.node, **self._make_introduction())
+        self._leader.start(server, self.own.node, self._make_introduction)
 
     def _open_server(self, address: str) -> NodeServer:
         self._server = NodeServer(
@@ -228,6 +246,7 @@ class Lifeline:
             self._handle_from_node,
             self._on_node_lost,
             self._send_membership_if_changed,
+            self._fanout,
         )
         return self._server
 
@@ -240,17 +259,30 @@ class Lifeline:
             self._make_beat,
             self._handle_from_leader,
             lambda how: self._on_connection_lost(connection, how),
+            lambda how: self._on_connection_lost(connection, how, is_waiting=True),
+            lambda: self._find_leader_address(address),
         )
         return connection
 
+    def _find_leader_address(self, first: str) -> str:
+        """Return where the leader listens; "" if there is none."""
+        leader = self.membership.members.get(self.membership.leader)
+        return "" if self.is_electing else leader.lifeline if leader is not None else first
+
     def _make_introduction(self) -> Message:
-        """Return what a leader has to know of this node."""
+        """Return what a leader has to know of this node. Of what all nodes know it has numbers
+        only: thousands introduce themselves to a new leader."""
         return {
             "member": asdict(self.own),
-            "membership": self.membership.to_fields(),
-            "rounds": [[attempt, asdict(r)] for attempt, r in self._rounds.items()],
+            "knows": [self.membership.epoch, self.membership.leader],
+            "rounds": [[attempt, r.number] for attempt, r in self._rounds.items()],
             "state": self._state.to_messages(),
         }
+
+    def _make_knowledge(self) -> Message:
+        """Return all that a new leader may have missed."""
+        rounds = [[attempt, asdict(r)] for attempt, r in self._rounds.items()]
+        return {"knowledge": self.membership.to_fields(), "rounds": rounds}
 
     # --- sending ---
 
@@ -458,6 +490,7 @@ class Lifeline:
     def announce_over(self, code: int) -> None:
         """On the leader: tell the spares that the run is over."""
         if self.is_leader:
+            self.over_code = code
             self._send_to_all({"over": code})
 
     def send_stack_message(self, message: dict[str, Any]) -> None:
@@ -472,12 +505,12 @@ class Lifeline:
         have left, but not for ever."""
         # First: a connection that closes from now on is not a lost node.
         self._is_over = True
+        if (server := self._server) is not None:
+            # Those who are reached over this node leave over it, too.
+            _wait_until(lambda: not server.nodes, _LEAVE_TIMEOUT_S / (1 if self.is_leader else 2))
         if self._leader is not None:
             self._leader.stop_watching()
             self._leader.send({"bye": True})
-        elif self._server is not None:
-            server = self._server
-            _wait_until(lambda: not server.nodes, _LEAVE_TIMEOUT_S)
 
     # --- what arrives ---
 
@@ -486,9 +519,13 @@ class Lifeline:
         would follow it."""
         if "node" in message:
             if not self.is_leader:
-                self._pledges[node] = message
+                self._take_pledge(node, message)
                 return
             self._welcome(node, message)
+        elif "knowledge" in message:
+            self._take_knowledge(message)
+        elif "ask" in message:
+            self._send_membership_to(node, message["ask"])
         elif "accepted" in message:
             self._accept(node, int(message["accepted"]))
         elif "member" in message:
@@ -520,6 +557,22 @@ class Lifeline:
                 self.membership = self.membership.remove(node)
                 self._is_unsent = True
 
+    def _take_knowledge(self, message: Message) -> None:
+        """Take what a node knows that this one has missed, which is to lead."""
+        with self._lock:
+            newer = Membership.from_fields(message["knowledge"])
+            if not self.is_leader and newer.epoch > self.membership.epoch:
+                self.membership = newer
+        for attempt, fields in message["rounds"]:
+            self._take_newer_round(attempt, Round.from_fields(fields))
+
+    def _take_newer_round(self, attempt: int, told: Round) -> None:
+        """Take a round, unless it is older than the one that is known: a node that has another
+        parent may hear of them in another order."""
+        known = self._rounds.get(attempt)
+        if known is None or told.number >= known.number:
+            self._take_round(attempt, told)
+
     def _welcome(self, node: int, message: Message) -> None:
         """Take in a node that has connected."""
         member = Member.from_fields(message["member"])
@@ -528,18 +581,35 @@ class Lifeline:
             if is_late and self.membership.survives and self._server is not None:
                 self._server.drop(node)  # its ranks count as lost: it has to end
                 return
-            self.membership = self.membership.add(member)
-            self._is_unsent = True
-        for attempt, fields in message["rounds"]:
-            known, told = self._rounds.get(attempt), Round.from_fields(fields)
-            if known is None or told.number > known.number:
-                self._take_round(attempt, told)
+            if self.membership.members.get(node) != member:
+                self.membership = self.membership.add(member)
+                self._is_unsent = True
         for reported in message["state"]:
             self._handle_from_node(node, reported)
-        if self._server is not None:
-            self._server.send(node, {"leader": asdict(self.own)})
-            for attempt, known in self._rounds.items():
-                self._server.send(node, {"round": asdict(known), "attempt": attempt})
+        epoch, leader = message["knows"]
+        if leader == self.own.node:  # its word of that may have been lost with its relay
+            self._accept(node, epoch)
+        if self._server is not None and node not in self._pledges:
+            for decision in self._list_decisions():
+                self._server.send(node, decision)
+            if not self._is_unsent:
+                self._send_membership_to(node, message["knows"])
+
+    def _list_decisions(self) -> list[Message]:
+        """Return what this leader has decided, for nodes that may not have heard it."""
+        of_attempts: list[tuple[str, dict[int, Any]]] = [
+            ("round", {a: asdict(r) for a, r in self._rounds.items()}),
+            ("failure", {a: asdict(f) for a, f in self._failures.items()}),
+            ("stuck", dict(self._hung_ranks)),
+            ("ended", dict(self._ended)),
+        ]
+        return [
+            {"leader": asdict(self.own)},
+            *({kind: of, "attempt": a} for kind, found in of_attempts for a, of in found.items()),
+            *({"ending": attempt} for attempt in list(self._ending)),
+            *([{"stop": self.stop_reason}] if self.stop_reason else []),
+            *([{"over": self.over_code}] if self.over_code is not None else []),
+        ]
 
     def _handle_from_leader(self, message: Message) -> None:
         """Keep what the leader decided."""
@@ -548,11 +618,15 @@ class Lifeline:
         elif "stuck" in message:
             self._hung_ranks[message["attempt"]] = HungRank(*message["stuck"])
         elif "round" in message:
-            self._take_round(message["attempt"], Round.from_fields(message["round"]))
+            self._take_newer_round(message["attempt"], Round.from_fields(message["round"]))
         elif "leader" in message:
             self._leading_member = Member.from_fields(message["leader"])
         elif "membership" in message:
             self._follow(Membership.from_fields(message["membership"]))
+        elif "change" in message:
+            self._follow_change(message["change"])
+        elif "tell" in message:
+            self._send_to_leader(self._make_knowledge())
         elif "assign" in message:
             told = SlotAssignment(*message["assign"])
             self._assignment = told._replace(slots=tuple(told.slots))
@@ -587,16 +661,33 @@ class Lifeline:
             is_needed = self.membership.survives or self._committed.survives
             if self.is_leader and self._is_unsent and is_needed:
                 self._is_unsent = False
-                self._send_to_all({"membership": self.membership.to_fields()})
+                self._send_membership()
                 self._commit_if_accepted()
+
+    def _send_membership(self) -> None:
+        """Send the membership to all: what has changed since the last one."""
+        known = self._sent[-1] if self._sent else None
+        self._sent.append(self.membership)
+        self._send_to_all(_make_membership_message(self.membership, known))
+
+    def _send_membership_to(self, node: int, knows: list[int]) -> None:
+        """Send the membership to a node that has not the newest one, if all others were sent it."""
+        known = next((m for m in self._sent if [m.epoch, m.leader] == knows), None)
+        if self._server is not None and self._sent and known is not self._sent[-1]:
+            self._server.send(node, _make_membership_message(self._sent[-1], known))
 
     def _accept(self, node: int, epoch: int) -> None:
         with self._lock:
             self._accepted[node] = epoch
-            if self.is_leader:
+            self._accepted_counts[epoch] += 1
+            # Counting thousands of nodes for each of them would take too long.
+            may_suffice = 2 * self._accepted_counts[epoch] + 2 >= len(self._committed.members)
+            if self.is_leader and may_suffice:
                 self._commit_if_accepted()
 
     def _commit_if_accepted(self) -> None:
+        if self._committed is self.membership:
+            return
         if self._committed.has_quorum(self._list_accepting(self.membership.epoch)):
             self._committed = self.membership
 
@@ -609,15 +700,27 @@ class Lifeline:
         with self._lock:
             if newer.epoch <= self.membership.epoch or self._leader is None:
                 return
+            if self._is_waiting and newer.leader != self.membership.leader:
+                self._is_waiting = self.is_electing = False
+                self.leader_changes += 1
             self.membership = self._committed = newer
             self._leader.send({"accepted": newer.epoch})
+
+    def _follow_change(self, change: Mapping[str, Any]) -> None:
+        """Accept a membership of which only the difference was sent, or ask for all of it."""
+        with self._lock:
+            newer = self.membership.apply_change(change)
+            if newer is not None:
+                self._follow(newer)
+            elif self._leader is not None and change["rest"]["epoch"] > self.membership.epoch:
+                self._leader.send({"ask": [self.membership.epoch, self.membership.leader]})
 
     def _on_node_lost(self, node: int, how: str) -> None:
         """A node has gone without a goodbye."""
         with self._lock:
             self._pledges.pop(node, None)
             member = self.membership.members.get(node)
-            if self._is_over or not self.is_leader or member is None:
+            if self._is_over or not self.is_leader or member in (None, self.own):
                 return
             before = self.membership
             self.membership = before.remove(node)
@@ -632,8 +735,7 @@ class Lifeline:
             else:
                 if not is_spare:
                     self._lost_nodes.append(LostNode(member, failure))
-                self._is_unsent = True
-                self._send_membership_if_changed()
+                self._is_unsent = True  # it is sent once all losses of this moment are known
 
     def _make_node_failure(self, member: Member, how: str) -> Failure:
         heartbeats = self._get_heartbeats(member.node, self._attempt) or []
@@ -641,25 +743,38 @@ class Lifeline:
 
     # --- a leader that is lost ---
 
-    def _on_connection_lost(self, connection: LeaderConnection, how: str) -> None:
-        """The leader is lost, or a node that this one would have followed."""
+    def _on_connection_lost(
+        self, connection: LeaderConnection, how: str, is_waiting: bool = False
+    ) -> None:
+        """The leader is lost, or a node that this one would have followed. If `is_waiting`, the
+        node over which it was reached lives, and looks for another leader."""
         with self._lock:
             if self._is_over or connection is not self._leader:
                 return
-            self._leader = None
+            was_waiting, self._is_waiting = self._is_waiting, is_waiting
+            self._leader = connection if is_waiting else None
             if self._attempt in self._ended or self.over_code is not None:
                 return  # all is done, and the leader has left first
-            if self.is_electing:
+            if self.is_electing and not was_waiting:
                 return  # the election goes on with the next node
             before = self.membership
             self.is_electing = before.survives
         if before.leader < 0 or not before.survives:
             first = before.members.get(before.leader) or self._leading_member
-            self._is_over = True
-            self._on_ended(make_node_lost_failure(first, how, self._report.heartbeats or []))
+            self._end(make_node_lost_failure(first, how, self._report.heartbeats or []))
             return
-        self.on_leader_lost()
-        threading.Thread(target=self._elect, args=(how,), daemon=True, name="election").start()
+        if not was_waiting:
+            self.on_leader_lost()
+        if not is_waiting:
+            _start_election_thread(lambda: self._elect(how))
+
+    def _end(self, failure: Failure) -> None:
+        """End without the others. The nodes that are reached over this one look for another way."""
+        self._is_over = True
+        if self._server is not None:
+            self._server.drop_all()
+        # The thread of the connections must go on.
+        threading.Thread(target=self._on_ended, args=(failure,), daemon=True, name="end").start()
 
     def _elect(self, how: str) -> None:
         """Follow the lowest node that lives, or lead."""
@@ -678,9 +793,9 @@ class Lifeline:
             if self.membership.leader == node:  # it led for a moment, and is lost as well
                 self._elect(how)
                 return
-        self.is_isolated = self._is_over = True
+        self.is_isolated = True
         failure = make_node_lost_failure(lost, how, self._report.heartbeats or [])
-        self._on_ended(_explain_isolation(failure, before, 1 + len(self._pledges)))
+        self._end(_explain_isolation(failure, before, 1 + len(self._pledges)))
 
     def _try_to_follow(self, candidate: Member) -> bool:
         """Connect to a node and wait until it leads; returns whether it does."""
@@ -688,8 +803,9 @@ class Lifeline:
             connection = self._open_connection(candidate.lifeline, _CONNECT_TIMEOUT_S)
         except EchelonError:
             return False
+        assert self._server is not None
         self._leader = connection
-        connection.start(self.own.node, **self._make_introduction())
+        connection.start(self._server, self.own.node, self._make_introduction)
         leads = _wait_until(
             lambda: self._leader is not connection or self.membership.leader == candidate.node,
             self._silence_s + _ELECTION_SLACK_S,
@@ -698,6 +814,7 @@ class Lifeline:
             if leads and self._leader is connection:
                 self.leader_changes += 1
                 self.is_electing = False
+                self._pledges.clear()
                 return True
             self._leader = None
         connection.close()
@@ -707,10 +824,12 @@ class Lifeline:
         """Wait for a majority of the nodes, and lead them; returns whether they follow."""
         deadline = time.monotonic() + self._silence_s + _ELECTION_SLACK_S
         late_deadline = math.inf
+        if self._server is not None:
+            self._server.ask_for_introductions()
         while time.monotonic() < deadline:
             time.sleep(_POLL_S)
-            newest, present = self._count_votes()
-            if not newest.has_quorum(present):
+            newest, present = self.membership, {self.own.node, *self._pledges}
+            if self._ask_for_knowledge() or not newest.has_quorum(present):
                 continue
             late_deadline = min(late_deadline, time.monotonic() + _LATE_NODES_S)
             missing = set(newest.members) - present - {newest.leader}
@@ -718,11 +837,34 @@ class Lifeline:
                 return self._lead(newest, present, how)
         return False
 
-    def _count_votes(self) -> tuple[Membership, set[int]]:
-        """Return the newest membership that is known here, and which of its nodes are here."""
-        told = [Membership.from_fields(p["membership"]) for p in list(self._pledges.values())]
-        newest = max([self.membership, *told], key=lambda membership: membership.epoch)
-        return newest, {self.own.node, *self._pledges}
+    def _ask_for_knowledge(self) -> bool:
+        """Ask a node that knows more than this one to tell it; returns whether there is one."""
+        for node, pledge in list(self._pledges.items()):
+            rounds = {a: r.number for a, r in self._rounds.items()}
+            is_ahead = any(number > rounds.get(a, -1) for a, number in pledge["rounds"])
+            if is_ahead or pledge["knows"][0] > self.membership.epoch:
+                now = time.monotonic()
+                if self._server is not None and now > pledge.get("asked", 0.0) + _ASK_INTERVAL_S:
+                    pledge["asked"] = now
+                    self._server.send(node, {"tell": True})
+                return True
+        return False
+
+    def _take_pledge(self, node: int, message: Message) -> None:
+        """A node would follow this one. Where that happens to a node that waits for word of a new
+        leader, it is the one that is to lead."""
+        if node == self.own.node:
+            return
+        self._pledges[node] = message
+        with self._lock:
+            is_called = self._is_waiting and not self._is_candidate
+            self._is_candidate = self._is_candidate or is_called
+        if is_called:
+            _start_election_thread(self._lead_while_waiting)
+
+    def _lead_while_waiting(self) -> None:
+        self._try_to_lead("is lost")
+        self._is_candidate = False
 
     def _lead(self, before: Membership, present: set[int], how: str) -> bool:
         """Have a quorum accept this node as the leader; returns whether it does."""
@@ -735,7 +877,9 @@ class Lifeline:
             self._committed = before
             self.membership = Membership(before.epoch + 1, self.own.node, members, True, lost_hosts)
         epoch = self.membership.epoch
-        self._send_to_all({"membership": self.membership.to_fields()})
+        self._sent.clear()
+        self._sent.append(before)
+        self._send_membership()
         if not _wait_until(
             lambda: before.has_quorum(self._list_accepting(epoch)), _ACCEPT_TIMEOUT_S
         ):
@@ -748,13 +892,20 @@ class Lifeline:
                     self._lost_nodes.append(
                         LostNode(member, make_node_lost_failure(member, reason, []))
                     )
-            self.is_leader, self.is_electing = True, False
+            self.is_leader, self.is_electing, self._is_waiting = True, False, False
             self.leader_changes += 1
+            connection, self._leader = self._leader, None
+        if connection is not None:  # to a parent, which follows this node now
+            connection.close()
+        if self._server is not None:
+            self._server.is_root = True
         for message in self._state.to_messages():
             self._handle_from_node(self.own.node, message)
         for node, pledge in pledges.items():
             self._welcome(node, pledge)
         self._pledges.clear()
+        for decision in self._list_decisions():
+            self._send_to_all(decision)
         return True
 
 
@@ -772,6 +923,14 @@ def _explain_isolation(failure: Failure, before: Membership, count: int) -> Fail
     """Return the failure of a node that must not go on, since others may."""
     have = f"{count} of {len(before.members)} nodes are no majority"
     return replace(failure, summary=f"{failure.summary}; {have}, so this side ends")
+
+
+def _make_membership_message(newest: Membership, known: Membership | None) -> Message:
+    """Return what makes the newest membership of one that others know; all of it, if they know
+    none."""
+    if known is None:
+        return {"membership": newest.to_fields()}
+    return {"change": newest.to_change(known)}
 
 
 def _make_loss_message(attempt: int, loss: RankLoss) -> Message:
@@ -797,6 +956,10 @@ def _find_hung_rank(heartbeats: RankHeartbeats, hang_s: float) -> HungRank | Non
 def _format_rank_span(ranks: list[int]) -> str:
     """`3`, or `4–7`."""
     return str(ranks[0]) if len(ranks) == 1 else f"{min(ranks)}–{max(ranks)}" if ranks else ""
+
+
+def _start_election_thread(target: Callable[[], object]) -> None:
+    threading.Thread(target=target, daemon=True, name="election").start()
 
 
 def _wait_until(condition: Callable[[], bool], limit_s: float) -> bool:

@@ -61,6 +61,27 @@ class Membership:
         parts = {"members": {m.node: m for m in members}, "lost_hosts": tuple(fields["lost_hosts"])}
         return cls(**{**fields, **parts})
 
+    def to_change(self, base: Membership) -> dict[str, Any]:
+        """Return how it differs from one that others know. Among thousands of nodes it is short."""
+        rest = replace(self, members={}).to_fields()
+        changed = [m for n, m in self.members.items() if base.members.get(n) != m]
+        return {
+            "base": [base.epoch, base.leader],
+            "changed": [asdict(m) for m in changed],
+            "removed": [n for n in base.members if n not in self.members],
+            "rest": rest,
+        }
+
+    def apply_change(self, change: Mapping[str, Any]) -> Membership | None:
+        """Return the membership that `to_change` was made of; None if this one is not its base."""
+        if change["base"] != [self.epoch, self.leader]:
+            return None
+        members = dict(self.members)
+        for node in change["removed"]:
+            members.pop(node, None)
+        members |= {m.node: m for m in map(Member.from_fields, change["changed"])}
+        return replace(Membership.from_fields(change["rest"]), members=members)
+
     def add(self, member: Member) -> Membership:
         """Return the next membership, with a node that is new or has changed."""
         return replace(self, epoch=self.epoch + 1, members={**self.members, member.node: member})

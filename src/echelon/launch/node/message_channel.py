@@ -24,7 +24,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from echelon.errors import EchelonError, ExitCode, Fault
@@ -44,6 +44,9 @@ _OTHER_FILES = 512
 _RETRY_INTERVAL_S = 0.1
 _WAIT_LIMIT_S = 1.0
 """How long sending may take before the connection is given up, and how long `receive` waits."""
+_MAX_UNSENT_BYTES = 64 << 20
+"""A connection that takes nothing is given up with so much to be sent, or when it is silent."""
+_FLUSH_INTERVAL_S = 0.005
 _CLOSED = "closed its connection"
 _NOT_OURS = "sent something that is not a message of ours"
 
@@ -73,6 +76,8 @@ class MessageChannel:
         self._searched = 0
         """So many bytes of `_unread` have no end of a line."""
         self._lock = threading.Lock()
+        self._call_later: Callable[[float, Callable[[], None]], None] | None = None
+        self._unsent = bytearray()
         if is_listener:
             self._send_line(self._nonce)
 
@@ -87,6 +92,14 @@ class MessageChannel:
             mac = _make_mac(self._sending_key, self._sent, body)
             self._sent += 1
             self._send_line(mac + body)
+
+    def buffer_sending(self, call_later: Callable[[float, Callable[[], None]], None]) -> None:
+        """Never wait for the network from now on: what it does not take at once is sent by and by,
+        with the help of `call_later(delay_s, callback)`."""
+        with self._lock:
+            with contextlib.suppress(OSError):  # it is closed already
+                self.connection.setblocking(False)
+            self._call_later = call_later
 
     def receive(self) -> list[Message]:
         """Return the messages that have come within a second, which may be none. Raises
@@ -118,17 +131,46 @@ class MessageChannel:
         self.connection.close()
 
     def _send_line(self, line: bytes) -> None:
+        if self._call_later is not None:
+            is_waiting = bool(self._unsent)
+            self._unsent += line + b"\n"
+            if not is_waiting:
+                self._flush()
+            return
         try:
             self.connection.sendall(line + b"\n")
-        except OSError:  # whoever reads from it notices
-            with contextlib.suppress(OSError):
-                self.connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            self._give_up()
+
+    def _flush(self) -> None:
+        """Send what the network takes, and the rest a little later. The caller has the lock."""
+        assert self._call_later is not None
+        try:
+            while self._unsent:
+                del self._unsent[: self.connection.send(self._unsent[: 1 << 18])]
+        except BlockingIOError:
+            if len(self._unsent) > _MAX_UNSENT_BYTES:
+                self._give_up()
+            else:
+                self._call_later(_FLUSH_INTERVAL_S, self._continue_flushing)
+        except OSError:
+            self._give_up()
+
+    def _continue_flushing(self) -> None:
+        with self._lock:
+            self._flush()
+
+    def _give_up(self) -> None:
+        """End the connection. Whoever reads from it notices."""
+        self._unsent.clear()
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def _fill(self) -> None:
         """Read once from the connection."""
         try:
             data = self.connection.recv(1 << 16 if self.is_authenticated else _MAX_HANDSHAKE_BYTES)
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):
             return
         except OSError:
             data = b""
@@ -203,11 +245,14 @@ class ChannelRefused(ChannelClosed):
     """The two ends have different keys."""
 
 
-def connect_channel(host: str, port: int, key: bytes, timeout_s: float) -> MessageChannel:
+def connect_channel(
+    host: str, port: int, key: bytes, timeout_s: float, must_listen: bool = False
+) -> MessageChannel:
     """Return a connection to an agent that has the same key.
 
     It tries again until the time is over: where strangers crowd an agent it may drop a connection
-    of ours. Raises an EchelonError; a different key is known at once.
+    of ours. Raises an EchelonError; a different key is known at once. With `must_listen` it is also
+    known at once that nobody listens there.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -229,7 +274,8 @@ def connect_channel(host: str, port: int, key: bytes, timeout_s: float) -> Messa
                 exit=ExitCode.RENDEZVOUS,
             ) from None
         except (OSError, ChannelClosed) as error:
-            if time.monotonic() + _RETRY_INTERVAL_S > deadline:
+            is_gone = must_listen and isinstance(error, ConnectionRefusedError)
+            if is_gone or time.monotonic() + _RETRY_INTERVAL_S > deadline:
                 is_ours = isinstance(error, ChannelClosed)
                 reason = str(error) if is_ours else format_os_error_reason(error)
                 raise EchelonError(
@@ -280,10 +326,30 @@ class ChannelListener:
                 yield from self._read_from_stranger(channel)
             else:
                 yield from self._read(channel)
+        self.refuse_slow_strangers()
+
+    def refuse_slow_strangers(self) -> None:
+        """Close the connections that have not proved in time to have the key."""
         for channel in list(self._strangers):
             if time.monotonic() - channel.opened < _HANDSHAKE_LIMIT_S:
                 break
             self._refuse(channel, "did not prove in time to have the key of this job")
+
+    def fileno(self) -> int:
+        """Return what is readable when `poll` would return at once."""
+        return self._selector.fileno()
+
+    def add_channel(self, channel: MessageChannel) -> None:
+        """Have `poll` return what comes from a connection that this agent has opened."""
+        self._selector.register(channel.connection, selectors.EVENT_READ, channel)
+
+    def close(self) -> None:
+        """Close it and every connection."""
+        for selected in list(self._selector.get_map().values()):
+            if selected.data is not None:
+                self.close_channel(selected.data)
+        self._selector.close()
+        self._listener.close()
 
     def close_channel(self, channel: MessageChannel) -> None:
         """Close a connection, which gives no event."""

@@ -37,6 +37,7 @@ _OPERATION_TIMEOUT_S = 60.0
 _POLL_INTERVAL_S = 0.02
 _LOG_LEVEL_VARIABLE = "TORCH_CPP_LOG_LEVEL"
 _LOG_ERRORS = 2
+_KEYS_PER_CHECK = 64
 
 
 class FixedRendezvous(RendezvousHandler):
@@ -68,8 +69,6 @@ class FixedRendezvous(RendezvousHandler):
                 ),
                 exit=ExitCode.RENDEZVOUS,
             )
-        if arrivals.add("count", 1) == node.node_count:
-            arrivals.set("complete", "1")
         self._wait_for_all_nodes(arrivals)
         agents: Any = self._store.open_prefix(f"agents/{self._attempt}")
         store_info = RendezvousStoreInfo(self._store.host, self._store.port)
@@ -77,7 +76,15 @@ class FixedRendezvous(RendezvousHandler):
 
     def _wait_for_all_nodes(self, arrivals: SealedStore) -> None:
         deadline = time.monotonic() + self._timeout_s
+        unseen = [str(n) for n in range(self._node.node_count)]
         while not arrivals.check(["complete"]):
+            if self._node.rank == 0:
+                # One reader, and no counter: thousands would wait for each other to raise it.
+                while unseen and arrivals.check(unseen[:_KEYS_PER_CHECK]):
+                    del unseen[:_KEYS_PER_CHECK]
+                if not unseen:
+                    arrivals.set("complete", "1")
+                    continue
             self.raise_if_failed(self._attempt)
             if time.monotonic() > deadline:
                 count = self._node.node_count

@@ -32,8 +32,7 @@ _NODES_LIMIT_S = 12.0
 _HANG_LIMIT_S = 15.0
 """How long an agent waits for node 0 to have written the stacks of a hang."""
 _MAX_SENT_BYTES = 12_000
-"""Of one rank. A lifeline that cannot send a message within a second counts as lost, also where the
-network is slow or busy."""
+"""Of one rank. Heartbeats wait behind it, also where the network is slow or busy."""
 _MAX_REQUEST_BYTES = 4096
 _REQUEST_ID = re.compile(r"[0-9a-f]{16}")
 
