@@ -344,7 +344,7 @@ class ChannelListener:
         self._selector.register(channel.connection, selectors.EVENT_READ, channel)
 
     def close(self) -> None:
-        """Close it and every connection."""
+        """Close the port and every connection that was not released."""
         for selected in list(self._selector.get_map().values()):
             if selected.data is not None:
                 self.close_channel(selected.data)
@@ -361,13 +361,6 @@ class ChannelListener:
     def release_channel(self, channel: MessageChannel) -> None:
         """Leave a connection to the caller, who reads from it from now on."""
         self._selector.unregister(channel.connection)
-
-    def close(self) -> None:
-        """Close the port, and the connections of strangers."""
-        for channel in list(self._strangers):
-            self.close_channel(channel)
-        self._selector.close()
-        self._listener.close()
 
     def _accept(self) -> None:
         try:
