@@ -26,7 +26,6 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from echelon.errors import EchelonError
-from echelon.launch.network_interface import find_address_towards
 from echelon.launch.node.message_channel import (
     ChannelClosed,
     ChannelListener,
@@ -102,6 +101,8 @@ class ShardExchange:
         # Without a key, nothing else of this job has one either.
         self._key = derive_key(read_key(os.environ) or "", "copies of the state")
         host = (world.master or "").rpartition(":")[0].strip("[]")
+        from echelon.launch.network_interface import find_address_towards  # psutil, seldom needed
+
         address = find_address_towards(host) or "127.0.0.1"
         self._listener = ChannelListener(address, self._key, world.nodes)
         own = json.dumps([str(world.node_rank), address, self._listener.port])
