@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from typing import Any
 
 import pytest
 from command_line import START_S, CommandLine
@@ -137,4 +138,72 @@ def test_a_notice_to_one_node_of_a_job_and_a_cancelled_job(command_line: Command
     run = command_line.run()
     until(lambda: run.read_status_file()["state"] == "preempted", START_S, "it is saved")
     assert run.find_newest_step() == command_line.step()
+    command_line.require_nothing_left()
+
+
+# --- `echelon scale` ---
+
+
+def scale(command_line: CommandLine, count: int) -> dict[str, Any]:
+    done = command_line.type("scale", "a", f"nodes={count}", "--json")
+    assert done.code == ExitCode.OK, done.err
+    return dict(json.loads(done.out))
+
+
+def test_a_run_by_ssh_shrinks_and_grows_again(command_line: CommandLine, clean_run: Run) -> None:
+    started = start_by_ssh(command_line, "missing_pause_s=0.3")
+    hosts = command_line.cluster.nodes
+    assert scale(command_line, 2)["left"] == [hosts[2]]
+    until(lambda: not command_line.left(hosts[2]), START_S, "it is gone")
+    command_line.wait_for_more()
+    assert scale(command_line, 3)["starting"] == 1
+    back = "rank 2 replaced: 3 processes"
+    is_over = started.process.poll
+    until(lambda: back in started.read_output() or is_over() is not None, START_S, "it is back")
+    assert back in started.read_output(), started.read_output()
+    done = started.wait()
+    assert done.code == ExitCode.OK, done.err
+    require_same_curve(command_line.run(), clean_run)
+    require_no_fault(command_line.run(), [2])
+    command_line.require_nothing_left()
+
+
+def test_a_run_by_ssh_grows_beyond_its_start(command_line: CommandLine, clean_run: Run) -> None:
+    """Its spare takes part as a third node, and node 0 leaves later."""
+    started = start_by_ssh(command_line, "launch.spares=1", "pause_s=0.3")
+    hosts = command_line.cluster.nodes
+    assert scale(command_line, 3)["joining"] == [hosts[2]]
+    joined = "rank 2 replaced: 3 processes"
+    is_over = started.process.poll
+    until(
+        lambda: joined in started.read_output() or is_over() is not None, START_S, "it has joined"
+    )
+    os.kill(command_line.agent(hosts[0]), signal.SIGTERM)
+    done = started.wait()
+    assert done.code == ExitCode.OK, done.err
+    assert joined in done.err
+    assert f"left: node 0 ({hosts[0]}, rank 0)" in done.err
+    require_same_curve(command_line.run(), clean_run)
+    require_no_fault(command_line.run(), [0])
+    command_line.require_nothing_left()
+
+
+def test_a_job_shrinks_and_gives_its_nodes_back(command_line: CommandLine, clean_run: Run) -> None:
+    started, hosts = start_by_slurm(command_line, "launch.nodes=3", "pause_s=0.1")
+    job = command_line.job()
+    told = scale(command_line, 2)
+    assert told["left"] == [hosts[2]]
+    assert told["given_back_to_slurm"]
+    assert command_line.hosts(job) == hosts[:2]
+    command_line.wait_for_more()
+    refused = command_line.type("scale", "a", "nodes=3")
+    assert refused.code == ExitCode.USAGE
+    assert "nodes=3, but there are 2 nodes for this run" in refused.err
+    done = started.wait()
+    assert done.code == ExitCode.OK, done.err
+    require_same_curve(command_line.run(), clean_run)
+    require_no_fault(command_line.run(), [2])
+    refused = command_line.type("scale", "a", "nodes=2")
+    assert refused.code == ExitCode.NOT_FOUND
+    assert "cannot be scaled: it is finished" in refused.err
     command_line.require_nothing_left()

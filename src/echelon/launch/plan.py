@@ -31,9 +31,19 @@ class LocalMachine(NamedTuple):
     visible_devices: int
 
 
-ReportNodes: TypeAlias = Callable[[list[int], list[int]], None]
-"""Called on the leader with the nodes that go on, when one is gone or has come, and with those that
-have left on purpose."""
+class NodeReport(NamedTuple):
+    """What the leader tells the launcher about the nodes of a run, after each change."""
+
+    nodes: list[int]
+    """Those that go on."""
+    left_nodes: list[int]
+    """Those that have left on purpose."""
+    missing: int
+    """So many more are wanted."""
+
+
+ReportNodes: TypeAlias = Callable[[NodeReport], None]
+"""Called on the leader."""
 
 
 @dataclass(frozen=True)

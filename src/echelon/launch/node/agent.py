@@ -40,10 +40,11 @@ from echelon.launch.node.fork_server import (
 )
 from echelon.launch.node.lifeline import HungRank, Lifeline, RankHeartbeats, SlotAssignment
 from echelon.launch.node.log_stamps import NodeLogs
+from echelon.launch.node.node_scaling import ScaleAnswer, ScaleLimits, scale_nodes
 from echelon.launch.node.rank_replacement import RankReplacement, ReplacementLimits, WorldStore
 from echelon.launch.node.rendezvous import FixedRendezvous, connect_to_leader, host_store
 from echelon.launch.node.stack_exchange import StackExchange
-from echelon.launch.plan import NodeSpec, ReportNodes
+from echelon.launch.plan import NodeReport, NodeSpec, ReportNodes
 from echelon.runs import failure as failures
 from echelon.runs.failure import Failure
 from echelon.runs.heartbeat import HeartbeatRecord, HeartbeatTable
@@ -77,11 +78,12 @@ class NodeJob:
     """Of the job; see `world/network_key.py`."""
     limits: ReplacementLimits
     """How often in a row lost ranks are replaced without a step between; 0: never."""
+    scale_limits: ScaleLimits
     program: list[str] = field(default_factory=list)
     """The words of a program to run instead of the experiment."""
     is_plain: bool = False
     """Whether the program gets no variables of torchrun's (mode=plain)."""
-    report_nodes: ReportNodes = lambda nodes, left_nodes: None
+    report_nodes: ReportNodes = lambda report: None
 
     @property
     def shows_rank_0(self) -> bool:
@@ -156,7 +158,7 @@ class NodeAgent(SimpleElasticAgent):
         """Present where lost ranks can be replaced while the others go on."""
         self._lost_ranks: set[int] = set()
         """Local ranks that were reported as lost and have not been started again."""
-        self._reported_nodes: list[int] = []
+        self._reported_nodes: NodeReport | None = None
         self._has_copied_keys = False
         """Whether the standby store has what replacements need."""
         self._hang_failures: dict[int, Failure] = {}
@@ -164,7 +166,12 @@ class NodeAgent(SimpleElasticAgent):
         self._heartbeat_watch = HeartbeatTable(self._heartbeat_file, spec.local_world_size)
         self._log_stamps = NodeLogs(self._run, job.node, [], job.shows_rank_0)
         self._stacks = StackExchange(
-            self._run, job.node, lifeline, self._list_living_workers, bool(job.program)
+            self._run,
+            job.node,
+            lifeline,
+            self._list_living_workers,
+            bool(job.program),
+            self._scale,
         )
         self.failure: Failure | None = None
         """The first failure of the newest attempt."""
@@ -194,15 +201,16 @@ class NodeAgent(SimpleElasticAgent):
     def _take_slots(self, assignment: SlotAssignment, group: WorkerGroup) -> None:
         """Run the ranks of a lost node: each is one that has to be replaced."""
         self._place, self._attempt = assignment.place, assignment.attempt
-        size = assignment.world_size
+        size = max(assignment.world_size, *(slot + 1 for slot in assignment.slots))
         # torch declares them as None, and sets numbers itself.
         group.group_rank = assignment.place  # type: ignore[assignment]
-        group.group_world_size = self._job.node.node_count  # type: ignore[assignment]
+        nodes = max(self._job.node.node_count, assignment.place + 1)
+        group.group_world_size = nodes  # type: ignore[assignment]
         group.workers = [
             Worker(local_rank, slot, slot, size, size)
             for local_rank, slot in enumerate(assignment.slots)
         ]
-        self._begin_attempt(group, assignment.first_incarnation)
+        self._begin_attempt(group, assignment.world_size, assignment.first_incarnation)
         self._remaining_restarts = 0
         self._lost_ranks = set(self._ranks)
         self._exit_codes = dict.fromkeys(self._ranks, -int(signal.SIGKILL))
@@ -213,7 +221,7 @@ class NodeAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the workers of one attempt; returns their process ids by local rank."""
         self._attempt += 1
-        self._begin_attempt(worker_group)
+        self._begin_attempt(worker_group, worker_group.workers[0].world_size)
         self._port = self._get_worker_store_port()
         # The same on every node, whichever of them noticed the failure first.
         self._remaining_restarts = worker_group.spec.max_restarts - self._attempt
@@ -227,8 +235,10 @@ class NodeAgent(SimpleElasticAgent):
                 self._handle_fork_server_events()
         return {local_rank: str(pid) for local_rank, pid in self._pids.items()}
 
-    def _begin_attempt(self, group: WorkerGroup, first_incarnation: int = 0) -> None:
-        """Forget what was of an earlier attempt."""
+    def _begin_attempt(
+        self, group: WorkerGroup, world_size: int, first_incarnation: int = 0
+    ) -> None:
+        """Forget what was of an earlier attempt. `world_size` is that of the first round."""
         self._pids, self._exit_codes, self._unsignalled_ranks = {}, {}, []
         self._has_reported_done = False
         self._ranks = {w.local_rank: w.global_rank for w in group.workers}
@@ -239,7 +249,7 @@ class NodeAgent(SimpleElasticAgent):
         )
         self._lost_ranks, self._hang_failures = set(), {}
         self._lifeline.begin_attempt(self._attempt, self._ranks.values(), self._place)
-        self._replacement = self._make_replacement(group.workers[0].world_size, first_incarnation)
+        self._replacement = self._make_replacement(world_size, first_incarnation)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look at the workers once; torch's agent calls this twenty times a second.
@@ -558,12 +568,18 @@ class NodeAgent(SimpleElasticAgent):
             self._forward_stop_signal()
 
     def _report_changed_nodes(self) -> None:
-        """On the leader, say who makes up the world once nodes were lost, and after each change."""
+        """On the leader, say who makes up the world once nodes were lost or others are wanted, and
+        after each change."""
         known = self._lifeline.committed
-        nodes = sorted(known.members)
-        if self._lifeline.is_leader and known.has_lost_nodes and nodes != self._reported_nodes:
-            self._reported_nodes = nodes
-            self._job.report_nodes(nodes, list(known.left_nodes))
+        report = NodeReport(sorted(known.members), [*known.left_nodes], known.count_missing_nodes())
+        has_changed = known.has_lost_nodes or known.wanted_nodes
+        if self._lifeline.is_leader and has_changed and report != self._reported_nodes:
+            self._reported_nodes = report
+            self._job.report_nodes(report)
+
+    def _scale(self, count: int) -> ScaleAnswer:
+        """Answer a person who wants another number of nodes."""
+        return scale_nodes(self._lifeline, count, self._job.scale_limits)
 
     def _publish_round(self, newest: Round) -> None:
         """Tell the ranks of this node of a round. First what it is, then that it is there."""

@@ -35,7 +35,7 @@ def join_run(
     procs: int | None = None,
     on_port: Callable[[int], None] | None = None,
     report_failure: Callable[[Failure], None] = print_failure,
-    report_nodes: ReportNodes = lambda nodes, left_nodes: None,
+    report_nodes: ReportNodes = lambda report: None,
 ) -> int:
     """Take part in the run of this folder as one of `nodes` nodes, spares included; returns the
     exit code of the run.

@@ -93,6 +93,7 @@ class SlotAssignment(NamedTuple):
     """The number of the lost node."""
     slots: tuple[int, ...]
     world_size: int
+    """Of the first round; slots may be beyond it."""
     first_incarnation: int
     """Its replacements count from here, so that none is taken for one of the lost node."""
 
@@ -479,10 +480,12 @@ class Lifeline:
         if self._server is not None:
             self._server.send(node, {"released": True})
 
-    def set_wanted_nodes(self, count: int) -> None:
-        """On the leader: say how many nodes are to run ranks."""
+    def set_wanted_nodes(self, count: int, added: int = 0) -> None:
+        """On the leader: say how many nodes are to run ranks, for which so many further places
+        are needed."""
         with self._lock:
-            self._change_membership(replace(self.membership, wanted_nodes=count))
+            known = replace(self.membership, wanted_nodes=count)
+            self._change_membership(known.add_places(added) if added else known)
 
     def resign(self) -> bool:
         """On the leader: have another node lead; returns whether there is one that may."""

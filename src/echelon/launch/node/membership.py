@@ -107,11 +107,28 @@ class Membership:
             return replace(changed, left_nodes=(*self.left_nodes, node))
         return replace(changed, lost_hosts=(*self.lost_hosts, gone.host))
 
+    def add_places(self, count: int) -> Membership:
+        """Return the membership with so many further places, each with new slots: as many as a
+        node has."""
+        taken = [(m.place, m.slots) for m in self.list_holders()] + [*self.vacancies]
+        place = max(place for place, _ in taken) + 1
+        slot = max(slot for _, slots in taken for slot in slots) + 1
+        size = max(len(slots) for _, slots in taken)
+        added = (
+            (place + i, tuple(range(slot + i * size, slot + (i + 1) * size))) for i in range(count)
+        )
+        return replace(self, vacancies=(*self.vacancies, *added))
+
     def has_quorum(self, nodes: Collection[int]) -> bool:
         """Return whether these nodes may go on without the rest."""
         count = 2 * len(set(nodes) & set(self.members))
         is_half = count == len(self.members) and self.leader in nodes
         return count > len(self.members) or is_half
+
+    def count_missing_nodes(self) -> int:
+        """Return how many nodes would have to come, so that as many run ranks as are wanted."""
+        there = [m for m in self.members.values() if not m.leaving]
+        return max(0, self.wanted_nodes - len(there))
 
     def list_holders(self) -> list[Member]:
         """Return the nodes that run ranks."""

@@ -232,7 +232,7 @@ class RankReplacement:
         waiting = [
             slot
             for slot, incarnation in self._lifeline.get_replacements(self._attempt).items()
-            if slot in keeper.absent and self._rounds.has_offer(slot, incarnation)
+            if slot not in keeper.current.slots and self._rounds.has_offer(slot, incarnation)
         ]
         # Not before all are in the current round: a rank on its way there would skip it.
         if waiting and self._is_formed(keeper.current):
@@ -291,7 +291,7 @@ class RankReplacement:
             known = self._lifeline.membership
             staying = [m for m in known.list_holders() if not m.leaving]
             is_full = 0 < known.wanted_nodes <= len(staying)
-            if is_full or not keeper.absent >= set(slots):
+            if is_full or set(slots) & set(keeper.current.slots):
                 continue
             if (spare := known.find_spare(len(slots))) is None:
                 continue

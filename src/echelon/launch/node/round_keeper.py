@@ -21,16 +21,12 @@ class RoundKeeper:
     """So many losses in a row, without a step between them, end the attempt."""
     current: Round = field(default_factory=lambda: Round(0, ()))
     """Another leader goes on from the newest round that is known."""
-    absent: set[int] = field(init=False)
-    """Slots whose replacements have not joined."""
     _losses_in_row: int = 0
     _last_loss_step: int = -1
 
     def __post_init__(self) -> None:
-        everybody = range(self.world_size)
         if not self.current.number:
-            self.current = Round(0, tuple(everybody))
-        self.absent = set(everybody) - set(self.current.slots)
+            self.current = Round(0, tuple(range(self.world_size)))
 
     def lose(
         self, slots: Collection[int], left: Collection[int], step: int, reason: str
@@ -40,7 +36,6 @@ class RoundKeeper:
 
         `step` is the newest step that is known of any rank.
         """
-        self.absent |= set(slots)
         if not set(slots) & set(self.current.slots):
             return self.current  # a replacement that had not joined yet
         remaining = tuple(s for s in self.current.slots if s not in slots and s not in left)
@@ -61,12 +56,10 @@ class RoundKeeper:
         remaining = tuple(s for s in self.current.slots if s not in slots)
         if not remaining:
             return None
-        self.absent |= set(slots)
         return self._begin(remaining, is_planned=True, reason=f"{reason}; {_go_on(remaining)}")
 
     def take_back(self, slots: Collection[int]) -> Round:
         """Return the round to which these replacements belong as well."""
-        self.absent -= set(slots)
         members = tuple(sorted({*self.current.slots, *slots}))
         count = f"{len(members)} processes"
         return self._begin(

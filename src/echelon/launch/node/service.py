@@ -64,7 +64,7 @@ def run_node(
     on_port: Callable[[int], None] | None = None,
     report_failure: Callable[[Failure], None] = print_failure,
     record_exit: Callable[[int], None] = lambda code: None,
-    report_nodes: ReportNodes = lambda nodes, left_nodes: None,
+    report_nodes: ReportNodes = lambda report: None,
 ) -> int:
     """Start this node's workers and watch them to the end; returns the exit code of the run.
 
@@ -188,6 +188,7 @@ class _NodeService:
     def _make_agent(self, run: Run, fork_server: ForkServer) -> NodeAgent:
         """Return the agent, once this node has compared itself with node 0."""
         from echelon.launch.node.agent import NodeAgent, NodeJob, make_worker_spec
+        from echelon.launch.node.node_scaling import ScaleLimits
         from echelon.launch.node.rank_replacement import ReplacementLimits
         from echelon.launch.node.rendezvous import compare_with_node_0
 
@@ -205,6 +206,11 @@ class _NodeService:
             config.launch.hang_s,
             self._key,
             ReplacementLimits(config.launch.max_replacements, config.launch.min_nodes or 1),
+            ScaleLimits(
+                config.launch.min_nodes or 1,
+                self._launcher.get_max_nodes(node),
+                config.trainer.batch_size,
+            ),
             program,
             config.mode == "plain",
             self._report_nodes,

@@ -25,6 +25,7 @@ from echelon.errors import ExitCode
 from echelon.hosts.message_protocol import send_message
 from echelon.launch.node.fork_server import STOP_SIGNALS
 from echelon.launch.node.join import join_run
+from echelon.launch.plan import NodeReport
 from echelon.launch.ssh.own_address import find_reached_address
 from echelon.runs.failure import Failure
 from echelon.utils.processes import die_with_parent
@@ -153,9 +154,9 @@ def _report_port(nodes: int, port: int) -> None:
     _send_to_launcher({"meet": f"{find_reached_address(nodes, os.environ)}:{port}"})
 
 
-def _report_nodes(nodes: list[int], left_nodes: list[int]) -> None:
-    """Tell the launcher which nodes go on, and which ones have left on purpose."""
-    _send_to_launcher({"nodes": nodes, "left": left_nodes})
+def _report_nodes(report: NodeReport) -> None:
+    """Tell the launcher which nodes go on, which ones have left, and how many are wanted."""
+    _send_to_launcher({"nodes": report})
 
 
 def _report_failure(failure: Failure) -> None:
