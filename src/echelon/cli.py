@@ -121,6 +121,7 @@ SUBCOMMANDS = {
     "logs": Subcommand("the logs of a run's ranks, in order of time", "jobs"),
     "stacks": Subcommand("where all ranks of a run stand: stacks and collectives", "jobs"),
     "attach": Subcommand("follow a run as if it had been started here", "jobs"),
+    "scale": Subcommand("another number of nodes for a run that trains", "jobs"),
     "cancel": Subcommand("ask runs to save and end", "jobs"),
     "runs": Subcommand("what was trained, with which settings and results", "runs"),
     "show": Subcommand("one run and its curves", "runs"),

@@ -16,6 +16,7 @@ from echelon.errors import ExitCode
 from echelon.launch.node import stack_exchange
 from echelon.launch.node.lifeline import Lifeline
 from echelon.launch.node.membership import Member
+from echelon.launch.node.node_scaling import ScaleAnswer
 from echelon.launch.node.stack_exchange import StackExchange
 from echelon.launch.plan import NodeSpec
 from echelon.runs.process_record import identify_this_process
@@ -56,7 +57,10 @@ def nodes(tmp_path: Path) -> Iterator[TwoNodes]:
 
     def make_exchange(node: int, lifeline: Lifeline) -> StackExchange:
         workers = {node: programs[node].pid}
-        return StackExchange(folders[node], NodeSpec(node, 2), lifeline, lambda: workers, True)
+        run, spec = folders[node], NodeSpec(node, 2)
+        return StackExchange(
+            run, spec, lifeline, lambda: workers, True, lambda count: ScaleAnswer()
+        )
 
     made = [make_exchange(node, lifeline) for node, lifeline in enumerate((server, client))]
     yield TwoNodes(folders[0], made[0], made[1], server, client, [p.pid for p in programs])
@@ -121,10 +125,10 @@ def test_what_is_no_request_is_ignored(nodes: TwoNodes) -> None:
     named = [f'{{"agent": {agent}, "id": {name}}}' for name in ("3", '"../../x"', "null", '"0"')]
     for text in ("", "[]", "{}", "x" * 100_000, half, *named):
         nodes.run.stack_request_file.write_text(text)
-        assert nodes.first._read_request() == "", text
+        assert nodes.first._read_request() is None, text
     other = {"id": "2" * 16, "agent": identify_this_process() | {"pid": 1}}
     nodes.run.stack_request_file.write_text(json.dumps(other))
-    assert nodes.first._read_request() == "", "that is for another agent"
+    assert nodes.first._read_request() is None, "that is for another agent"
 
 
 def test_the_agent_is_known_while_it_runs(nodes: TwoNodes, tmp_path: Path) -> None:

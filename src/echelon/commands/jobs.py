@@ -1,4 +1,4 @@
-"""`echelon jobs`, `logs`, `stacks`, `attach` and `cancel`: runs on their machines."""
+"""`echelon jobs`, `logs`, `stacks`, `attach`, `scale` and `cancel`: runs on their machines."""
 
 from __future__ import annotations
 
@@ -133,6 +133,38 @@ def attach(words: list[str]) -> int:
     from echelon.runs.find import find_run
 
     return attach_run(find_run(given.run, given.dir))
+
+
+def scale(words: list[str]) -> int:
+    """`echelon scale`: another number of nodes for a run that trains."""
+    parser = make_parser(
+        "scale",
+        "Change on how many nodes a run trains, while it goes on. No step is made again, and the "
+        "numbers are those of any other number of nodes, to rounding: the global batch stays.",
+        """\
+With fewer nodes the last ones leave at a step boundary, and with launch=slurm they are given back
+to Slurm. With more, spares take part, and launch=ssh starts agents on hosts of its list that are
+free; they take part when they are ready, also beyond the number of the start. A run is scaled where
+lost nodes are survived: not with NCCL, programs of `echelon run`, models on several devices, or
+folders that not all machines see.
+
+examples:
+  echelon scale latest nodes=2
+  echelon scale 4711 nodes=3 --json       by the number of a Slurm job
+
+--json prints {version: 1, run, nodes, before, left: [hosts], joining: [hosts of spares], starting:
+how many are being started, given_back_to_slurm}.""",
+    )
+    parser.add_argument("run", help=RUN_HELP)
+    parser.add_argument("setting", nargs="*", metavar="nodes=N", help="on how many nodes")
+    parser.add_argument("--json", action="store_true")
+    add_dir_argument(parser)
+    given = parser.parse_args(words)
+    from echelon.jobs.scale import parse_node_count, scale_run
+    from echelon.runs.find import find_run
+
+    count = parse_node_count(given.setting)
+    return scale_run(find_run(given.run, given.dir), count, given.json)
 
 
 def cancel(words: list[str]) -> int:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.hosts.ask import ask_host, join_last_lines
+from echelon.jobs.agent_request import ask_agent
 from echelon.launch.node.rank_stacks import find_py_spy, read_stack_with_py_spy
 from echelon.launch.ssh import remote_command
 from echelon.runs.process_record import is_alive
@@ -20,14 +18,8 @@ from echelon.runs.run_folder import Run
 from echelon.runs.stack_report import RankStack, StackReport
 from echelon.runs.stack_text import render_report
 from echelon.runs.status import RunStatus, read_run_status
-from echelon.utils.files import read_json_object
-from echelon.utils.os_errors import format_os_error_reason
-from echelon.utils.processes import describe_process_state
 
-_ANSWER_LIMIT_S = 30.0
-"""Agents give each other 12 s; the rest is for a machine that is busy."""
 _SSH_LIMIT_S = 60.0
-_POLL_S = 0.1
 
 
 def show_stacks(run: Run, all_threads: bool, as_json: bool, asks_here: bool) -> int:
@@ -83,68 +75,7 @@ def _make_not_running_error(run: Run, status: RunStatus) -> EchelonError:
 
 
 def _ask_agent(run: Run) -> StackReport:
-    """Ask the agent of node 0 by a file in the run folder, and wait for its answer."""
-    agent = read_json_object(run.stack_agent_file)
-    if agent is None or is_alive(agent) is False:
-        raise EchelonError(
-            Fault(
-                f"run {run.name} has no agent in {run.folder}: it has not begun, or was killed",
-                "`echelon jobs` shows its state",
-            ),
-            exit=ExitCode.NOT_FOUND,
-        )
-    request = secrets.token_hex(8)
-    try:
-        _write_request(run, request, agent)
-        return _wait_for_answer(run, request, agent)
-    finally:
-        with contextlib.suppress(OSError):
-            run.get_stack_answer_file(request).unlink(missing_ok=True)
-
-
-def _write_request(run: Run, request: str, agent: Mapping[str, Any]) -> None:
-    """Write a request, in place: see Run.stack_request_file. Raises EchelonError for somebody who
-    may not write there."""
-    try:
-        run.get_stack_answer_file(request).touch()
-        words = json.dumps({"id": request, "agent": agent})
-        run.stack_request_file.write_text(words, encoding="utf-8")
-    except OSError as error:
-        raise EchelonError(
-            Fault(
-                f"run {run.name} cannot be asked, since {error.filename} cannot be written: "
-                f"{format_os_error_reason(error)}",
-                "only those who may write there may ask: type it as the user who started the run",
-            )
-        ) from error
-
-
-def _wait_for_answer(run: Run, request: str, agent: Mapping[str, Any]) -> StackReport:
-    """Return the answer of the agent. Raises EchelonError if none comes."""
-    deadline = time.monotonic() + _ANSWER_LIMIT_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
-            text = run.get_stack_answer_file(request).read_bytes()
-            if text.endswith(b"\n"):
-                return StackReport.from_json(json.loads(text))
-        if is_alive(agent) is False:
-            raise EchelonError(
-                Fault(f"run {run.name} ended while it was asked", "`echelon jobs` shows its state"),
-                exit=ExitCode.NOT_FOUND,
-            )
-        time.sleep(_POLL_S)
-    host, pid = agent.get("host"), agent.get("pid")
-    state = describe_process_state(int(str(pid))) if is_alive(agent) else ""
-    raise EchelonError(
-        Fault(
-            f"the agent of run {run.name}, process {pid} on {host}, did not answer within "
-            f"{_ANSWER_LIMIT_S:g} s" + f": it is {state}" * bool(state),
-            f"`kill -CONT {pid}` lets it go on"
-            if state.startswith("stopped (")
-            else f"look there whether it waits for a disk: ps -o stat,wchan -p {pid}",
-        ),
-        exit=ExitCode.FAILED,
-    )
+    return StackReport.from_json(ask_agent(run, {}))
 
 
 def _ask_first_host(run: Run, host: str) -> StackReport:

@@ -32,7 +32,7 @@ from typing import ClassVar
 from echelon.config.schema import Config
 from echelon.config.validate import check_fsdp_min_world_size, check_min_batch_size
 from echelon.errors import EchelonError, ExitCode, Fault
-from echelon.launch.plan import LaunchPlan, LocalMachine, ProbeExit, ProbePlan
+from echelon.launch.plan import LaunchPlan, LocalMachine, NodeSpec, ProbeExit, ProbePlan
 from echelon.runs.failure import Failure
 from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
@@ -140,6 +140,11 @@ class Launcher(ABC):
     def get_planned_procs(self, config: Config) -> int | None:
         """Processes on each node as planned; None means one per replica that its devices hold."""
         return config.launch.procs
+
+    def get_max_nodes(self, node: NodeSpec) -> int | None:
+        """Return to how many nodes a run that trains can be scaled; None: there is no limit. It is
+        called on a node. By default, 0: nobody starts further nodes."""
+        return 0
 
     def record_node_start(self, run: Run, node_count: int, world_size: int) -> None:
         """Write the start of the run into its status, on node 0, before the workers start."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from echelon.config.schema import Config
 from echelon.errors import EchelonError
@@ -29,6 +29,21 @@ class LocalMachine(NamedTuple):
     env: Mapping[str, str]
     host: str
     visible_devices: int
+
+
+class NodeReport(NamedTuple):
+    """What the leader tells the launcher about the nodes of a run, after each change."""
+
+    nodes: list[int]
+    """Those that go on."""
+    left_nodes: list[int]
+    """Those that have left on purpose."""
+    missing: int
+    """So many more are wanted."""
+
+
+ReportNodes: TypeAlias = Callable[[NodeReport], None]
+"""Called on the leader."""
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,9 @@ class MemoryCopies(ABC):
     held_states: int
     """So many times as large as a rank's state is what it keeps."""
 
+    is_node_spared = True
+    """Whether the others have all of the state when the ranks of one node leave."""
+
     def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._count, self._blocked_s = 0, 0.0
@@ -189,8 +192,10 @@ class ShardCopies(MemoryCopies):
     def begin_round(self, group: RankGroup) -> None:
         super().begin_round(group)
         self.leave_round()
+        self.is_node_spared = True
         if group.world.size > 1:
             self._exchange = ShardExchange(group)
+            self.is_node_spared = self._exchange.is_node_spared
 
     def leave_round(self) -> None:
         exchange, self._exchange = self._exchange, None

@@ -112,7 +112,10 @@ class ShardExchange:
             self._listener.close()
             raise
         places = [json.loads(text) for text in found]
-        shift = choose_partner_shift([node for node, *_ in places])
+        nodes = [node for node, *_ in places]
+        shift = choose_partner_shift(nodes)
+        self.is_node_spared = len(set(nodes)) == 1 or not _count_own_node(nodes, shift)
+        """Whether the others have all shards when the ranks of one node leave."""
         self.partner = (world.rank - shift) % world.size
         self._keeper = (world.rank + shift) % world.size
         _, *self._keeper_address = places[self._keeper]
@@ -269,12 +272,12 @@ class ShardExchange:
 def choose_partner_shift(nodes: list[str]) -> int:
     """Return how many ranks further a rank's shards are kept, given the node of every rank: so that
     as few as possible are kept on their own node."""
-    size = len(nodes)
+    return min(range(1, len(nodes)), key=lambda shift: _count_own_node(nodes, shift), default=0)
 
-    def count_own_node(shift: int) -> int:
-        return sum(node == nodes[(rank + shift) % size] for rank, node in enumerate(nodes))
 
-    return min(range(1, size), key=count_own_node, default=0)
+def _count_own_node(nodes: list[str], shift: int) -> int:
+    """Return how many ranks' shards are kept on their own node."""
+    return sum(node == nodes[(rank + shift) % len(nodes)] for rank, node in enumerate(nodes))
 
 
 def _receive_message(channel: MessageChannel) -> dict[str, Any]:

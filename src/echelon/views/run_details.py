@@ -43,6 +43,7 @@ from echelon.utils.text import (
 from echelon.views.run_losses import (
     accounting_to_json,
     format_hosts_at_fault,
+    format_left_nodes,
     format_slow_ranks,
     render_losses,
 )
@@ -194,6 +195,7 @@ def _print_header(details: RunDetails, screen: Console, width: int) -> None:
         "speed": _format_speed_row(details),
         "effective": format_effective_time(details.accounting),
         "at fault": format_hosts_at_fault(details.accounting),
+        "left": format_left_nodes(details.metrics.history),
         "slow": format_slow_ranks(details.metrics.history),
         "settings": format_settings(find_non_defaults(record)),
         "tags": ", ".join(details.annotations.tags),

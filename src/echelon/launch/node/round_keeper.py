@@ -21,16 +21,12 @@ class RoundKeeper:
     """So many losses in a row, without a step between them, end the attempt."""
     current: Round = field(default_factory=lambda: Round(0, ()))
     """Another leader goes on from the newest round that is known."""
-    absent: set[int] = field(init=False)
-    """Slots whose replacements have not joined."""
     _losses_in_row: int = 0
     _last_loss_step: int = -1
 
     def __post_init__(self) -> None:
-        everybody = range(self.world_size)
         if not self.current.number:
-            self.current = Round(0, tuple(everybody))
-        self.absent = set(everybody) - set(self.current.slots)
+            self.current = Round(0, tuple(range(self.world_size)))
 
     def lose(
         self, slots: Collection[int], left: Collection[int], step: int, reason: str
@@ -40,7 +36,6 @@ class RoundKeeper:
 
         `step` is the newest step that is known of any rank.
         """
-        self.absent |= set(slots)
         if not set(slots) & set(self.current.slots):
             return self.current  # a replacement that had not joined yet
         remaining = tuple(s for s in self.current.slots if s not in slots and s not in left)
@@ -48,18 +43,23 @@ class RoundKeeper:
         self._last_loss_step = max(step, self._last_loss_step)
         if not remaining or self.has_given_up:
             return None
-        count = len(remaining)
-        going_on = f"going on with {count} process{'es' if count > 1 else ''}"
-        return self._begin(remaining, is_planned=False, reason=f"{reason}; {going_on}")
+        return self._begin(remaining, is_planned=False, reason=f"{reason}; {_go_on(remaining)}")
 
     @property
     def has_given_up(self) -> bool:
         """Whether ranks were lost too often without a step between."""
         return self._losses_in_row > self.max_losses
 
+    def let_go(self, slots: Collection[int], reason: str) -> Round | None:
+        """Return the planned round without slots whose node leaves on purpose; None where nobody
+        would be left."""
+        remaining = tuple(s for s in self.current.slots if s not in slots)
+        if not remaining:
+            return None
+        return self._begin(remaining, is_planned=True, reason=f"{reason}; {_go_on(remaining)}")
+
     def take_back(self, slots: Collection[int]) -> Round:
         """Return the round to which these replacements belong as well."""
-        self.absent -= set(slots)
         members = tuple(sorted({*self.current.slots, *slots}))
         count = f"{len(members)} processes"
         return self._begin(
@@ -69,3 +69,7 @@ class RoundKeeper:
     def _begin(self, slots: tuple[int, ...], is_planned: bool, reason: str) -> Round:
         self.current = Round(self.current.number + 1, slots, is_planned, reason)
         return self.current
+
+
+def _go_on(slots: Collection[int]) -> str:
+    return f"going on with {len(slots)} process{'es' if len(slots) > 1 else ''}"

@@ -23,7 +23,7 @@ from echelon.launch.launcher import Launcher
 from echelon.launch.node.fork_server import ForkServer
 from echelon.launch.node.lifeline import Lifeline
 from echelon.launch.node.membership import Member
-from echelon.launch.plan import NodeSpec, make_program_words
+from echelon.launch.plan import NodeSpec, ReportNodes, make_program_words
 from echelon.runs import failure as failures
 from echelon.runs.failure import Failure
 from echelon.runs.history import record_start, record_stop, record_training
@@ -65,7 +65,7 @@ def run_node(
     on_port: Callable[[int], None] | None = None,
     report_failure: Callable[[Failure], None] = print_failure,
     record_exit: Callable[[int], None] = lambda code: None,
-    report_nodes: Callable[[list[int]], None] = lambda nodes: None,
+    report_nodes: ReportNodes = lambda report: None,
 ) -> int:
     """Start this node's workers and watch them to the end; returns the exit code of the run.
 
@@ -118,7 +118,7 @@ class _NodeService:
         store: SealedStore,
         key: str,
         on_port: Callable[[int], None] | None,
-        report_nodes: Callable[[list[int]], None],
+        report_nodes: ReportNodes,
     ) -> None:
         from echelon.launch.node.rendezvous import FixedRendezvous
 
@@ -157,7 +157,7 @@ class _NodeService:
                 release_run_folder(self._run)
 
     def _run_agent(self, fork_server: ForkServer, resolve_run: ResolveRun) -> int:
-        from echelon.launch.node.agent import SpareReleased
+        from echelon.launch.node.agent import NodeLeft, SpareReleased
 
         try:
             run = self._run = resolve_run(self._store, self._rendezvous.wait_for_key)
@@ -169,6 +169,9 @@ class _NodeService:
         except SpareReleased as end:
             self._lifeline.leave()
             return end.code
+        except NodeLeft:
+            self._lifeline.leave()
+            return ExitCode.LEFT
         except Exception as error:  # a full disk, a store that went away: the other nodes must know
             if self._node.rank >= self._node.node_count + self._node.spares:
                 raise  # it came later, and is nobody's loss
@@ -190,6 +193,7 @@ class _NodeService:
     def _make_agent(self, run: Run, fork_server: ForkServer) -> NodeAgent:
         """Return the agent, once this node has compared itself with node 0."""
         from echelon.launch.node.agent import NodeAgent, NodeJob, make_worker_spec
+        from echelon.launch.node.node_scaling import ScaleLimits
         from echelon.launch.node.rank_replacement import ReplacementLimits
         from echelon.launch.node.rendezvous import compare_with_node_0
 
@@ -207,6 +211,11 @@ class _NodeService:
             config.launch.hang_s,
             self._key,
             ReplacementLimits(config.launch.max_replacements, config.launch.min_nodes or 1),
+            ScaleLimits(
+                config.launch.min_nodes or 1,
+                self._launcher.get_max_nodes(node),
+                config.trainer.batch_size,
+            ),
             program,
             config.mode == "plain",
             self._report_nodes,

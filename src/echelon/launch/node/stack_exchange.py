@@ -1,4 +1,5 @@
-"""The stacks of all ranks on all nodes, for a person who asks and for a hang.
+"""What a person asks of a run: the stacks of all ranks on all nodes, as for a hang, or another
+number of nodes.
 
 A request is a file in the run folder that node 0's agent looks at. It asks the other agents over
 the lifeline, each of them sends the stacks of its ranks back there, one message per rank, and node
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from echelon.launch.node.lifeline import Lifeline
+from echelon.launch.node.node_scaling import ScaleAnswer
 from echelon.launch.node.rank_stacks import collect_stacks, find_py_spy
 from echelon.launch.plan import NodeSpec
 from echelon.runs.process_record import identify_this_process
@@ -59,8 +61,9 @@ class StackExchange:
         lifeline: Lifeline,
         list_workers: Callable[[], Mapping[int, int]],
         is_program: bool,
+        scale: Callable[[int], ScaleAnswer],
     ) -> None:
-        self._run, self._node, self._lifeline = run, node, lifeline
+        self._run, self._node, self._lifeline, self._scale = run, node, lifeline, scale
         self._list_workers, self._is_program = list_workers, is_program
         self._change = threading.Condition()
         self._reading = threading.Lock()
@@ -101,27 +104,31 @@ class StackExchange:
         if self._is_program and not self._run.stack_agent_file.exists():
             self.take_requests()
         request = self._read_request()
-        if request and request != self._last_request:
-            self._last_request = request
-            _start_thread(lambda: self._answer(request))
+        if request is None or request["id"] == self._last_request:
+            return
+        number = self._last_request = str(request["id"])
+        if "scale" in request:
+            self._write_answer(number, self._scale(int(request["scale"])).to_json())
+        else:
+            _start_thread(lambda: self._write_answer(number, self._collect_all(number).to_json()))
 
-    def _read_request(self) -> str:
-        """Return the number of the newest request to this agent, or "". The file is opened, since
-        that shows what another machine has written there."""
+    def _read_request(self) -> dict[str, Any] | None:
+        """Return the newest request to this agent, if there is one. The file is opened, since that
+        shows what another machine has written there."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
             with self._run.stack_request_file.open("rb") as file:
                 request = json.loads(file.read(_MAX_REQUEST_BYTES))
             is_ours = request.get("agent") == self._identity
-            if is_ours and _REQUEST_ID.fullmatch(str(request.get("id"))):
-                return str(request["id"])
-        return ""
+            is_count = isinstance(request.get("scale", 1), int)
+            if is_ours and is_count and _REQUEST_ID.fullmatch(str(request.get("id"))):
+                return dict(request)
+        return None
 
-    def _answer(self, request: str) -> None:
-        report = self._collect_all(request)
+    def _write_answer(self, request: str, answer: dict[str, Any]) -> None:
         file = self._run.get_stack_answer_file(request)
         # Who asked may have gone, or the disk is full.
         with contextlib.suppress(OSError), file.open("r+b") as opened:
-            opened.write(json.dumps(report.to_json()).encode() + b"\n")
+            opened.write(json.dumps(answer).encode() + b"\n")
 
     def _collect_all(self, request: str) -> StackReport:
         """Return where all ranks stand, as far as their nodes answer in time."""

@@ -29,6 +29,7 @@ from echelon.launch.node.service import make_thread_variables
 from echelon.launch.plan import (
     LaunchPlan,
     LocalMachine,
+    NodeSpec,
     ProbeCommand,
     ProbeExit,
     ProbePlan,
@@ -150,6 +151,10 @@ class SshLauncher(Launcher):
             return _report_outcome(run, outcome, missing)
         finally:
             release_run_folder(run)
+
+    def get_max_nodes(self, node: NodeSpec) -> int:
+        """As many as there are hosts."""
+        return node.node_count + node.spares
 
     def record_node_start(self, run: Run, node_count: int, world_size: int) -> None:
         """Write nothing: the command that launched the run has written its start."""

@@ -23,6 +23,7 @@ from echelon.hosts.ask import join_last_lines
 from echelon.hosts.message_protocol import split_message
 from echelon.hosts.ssh import SSH_FAILED
 from echelon.launch.node.fork_server import STOP_SIGNALS
+from echelon.launch.plan import NodeReport
 from echelon.runs.failure import Failure
 from echelon.utils.processes import die_with_parent
 
@@ -117,7 +118,7 @@ class SshSessions:
         go on is tried again, with another number of its node."""
         self._start, self._silence_s = start, silence_s
         self._sessions = [start(host, host) for host in range(len(hosts))]
-        self._width = max(map(len, hosts))
+        self._width, self._host_count = max(map(len, hosts)), len(hosts)
         self._meet: dict[str, Any] | None = None
         """Where the leader is."""
         self._returns: dict[int, float] = {}
@@ -202,7 +203,7 @@ class SshSessions:
                 if other is not session:
                     other.send(message)
         elif "nodes" in message:
-            self._take_members(message["nodes"])
+            self._take_members(NodeReport(*message["nodes"]))
         elif not session.is_member:
             return
         elif "failure" in message and (self._reported_failure is None or session.node == 0):
@@ -210,16 +211,26 @@ class SshSessions:
 
     # --- hosts that are lost while the others go on ---
 
-    def _take_members(self, nodes: Sequence[int]) -> None:
-        """The leader has said which nodes go on. Of the others nothing is waited for."""
+    def _take_members(self, report: NodeReport) -> None:
+        """The leader has said which nodes go on. Of the others nothing is waited for; those that
+        have left on purpose end by themselves. Hosts of such ones are tried again where more nodes
+        are wanted."""
         self._deadline, self._failed, self._reported_failure = float("inf"), None, None
         for session in self._sessions:
-            if session.node in nodes:
+            if session.node in report.nodes:
                 session.is_member = True
+            elif session.node in report.left_nodes:
+                session.is_member = False
             elif session.is_member:
                 session.is_member = False
                 self._returns[session.host_index] = time.monotonic() + _RETURN_INTERVAL_S
                 session.process.kill()
+
+        hosts_in_use = {s.host_index for s in self._iter_members()}
+        for host in range(self._host_count):
+            waiting = set(self._returns) - hosts_in_use
+            if len(waiting) < report.missing and host not in waiting | hosts_in_use:
+                self._returns[host] = time.monotonic()
 
     def _try_lost_hosts(self) -> None:
         """Start an agent again on hosts that were lost, as a spare."""
@@ -248,6 +259,8 @@ class SshSessions:
         if open_streams & set(session.streams) or session.process.poll() is None:
             return
         session.code = session.process.returncode
+        if session.code == ExitCode.LEFT:
+            session.is_member = False
         if not session.is_member:
             return  # the others go on without it
         if session.code in _SUCCESS_CODES:

@@ -25,6 +25,7 @@ from echelon.errors import ExitCode
 from echelon.hosts.message_protocol import send_message
 from echelon.launch.node.fork_server import STOP_SIGNALS
 from echelon.launch.node.join import join_run
+from echelon.launch.plan import NodeReport
 from echelon.launch.ssh.own_address import find_reached_address
 from echelon.runs.failure import Failure
 from echelon.utils.processes import die_with_parent
@@ -70,6 +71,8 @@ class _NodeWatchdog:
         os.set_blocking(written, False)
         signal.set_wakeup_fd(written)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGUSR2):  # notice to this node, from outside
+            signal.signal(number, lambda number, frame: os.kill(agent, number))
 
     def watch_until_end(self) -> int:
         """Wait for the agent's end, or for that of the launcher; returns the exit code."""
@@ -151,9 +154,9 @@ def _report_port(nodes: int, port: int) -> None:
     _send_to_launcher({"meet": f"{find_reached_address(nodes, os.environ)}:{port}"})
 
 
-def _report_nodes(nodes: list[int]) -> None:
-    """Tell the launcher which nodes go on."""
-    _send_to_launcher({"nodes": nodes})
+def _report_nodes(report: NodeReport) -> None:
+    """Tell the launcher which nodes go on, which ones have left, and how many are wanted."""
+    _send_to_launcher({"nodes": report})
 
 
 def _report_failure(failure: Failure) -> None:

@@ -1,0 +1,149 @@
+"""`echelon scale`: another number of nodes for a run that is training."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.jobs.agent_request import ask_agent
+from echelon.launch.node.node_scaling import ScaleAnswer
+from echelon.runs.run_folder import Run
+from echelon.runs.slurm_queue import get_last_error_line, run_slurm_command
+from echelon.runs.status import RunStatus, read_run_status
+from echelon.utils.files import read_json_object
+from echelon.utils.text import format_count
+
+_LEAVE_LIMIT_S = 600.0
+"""Nodes finish their step before they leave."""
+_POLL_S = 0.2
+
+
+def parse_node_count(words: Sequence[str]) -> int:
+    """Return N of `nodes=N`. Raises EchelonError for anything else."""
+    if len(words) == 1 and words[0].startswith("nodes=") and words[0][6:].isdecimal():
+        if count := int(words[0][6:]):
+            return count
+        fault = Fault("nodes=0 would leave nobody", "`echelon cancel RUN` saves and ends it")
+    else:
+        given = " ".join(words) or "nothing"
+        fault = Fault(f"`echelon scale` takes nodes=N, and was given {given}", "such as nodes=2")
+    raise EchelonError(fault)
+
+
+def scale_run(run: Run, count: int, as_json: bool) -> int:
+    """Have a run train on so many nodes. Raises EchelonError where that cannot be."""
+    status = read_run_status(run)
+    _require_scalable(run, status)
+    answer = ScaleAnswer.from_json(ask_agent(run, {"scale": count}))
+    if answer.faults:
+        raise EchelonError(*answer.faults)
+    if answer.leaving:
+        _wait_until_left(run, answer.leaving)
+    returned = _give_back_to_slurm(status, answer.leaving)
+    if as_json:
+        print(json.dumps(_describe(run, count, answer, returned)))
+    else:
+        _print_answer(run, count, answer, returned)
+    return ExitCode.OK
+
+
+def _require_scalable(run: Run, status: RunStatus) -> None:
+    """Raise an EchelonError for a run whose number of nodes cannot be changed from here."""
+    if status.state != "running":
+        note = f" ({status.note})" if status.note else ""
+        what = f"run {run.name} cannot be scaled: it is {status.state}{note}"
+        hint = (
+            "scale it when it trains"
+            if status.is_active
+            else f"echelon resume {run.name} launch.nodes=N goes on with another number"
+        )
+        raise EchelonError(Fault(what, hint), exit=ExitCode.NOT_FOUND)
+    if status.launcher not in ("ssh", "slurm", "env"):
+        raise EchelonError(
+            Fault(
+                f"run {run.name} cannot be scaled: launch={status.launcher} has one node, or its "
+                "processes were started by somebody else",
+                "start runs that are to grow with launch=ssh or launch=slurm",
+            )
+        )
+    if not run.stack_agent_file.exists():
+        raise EchelonError(
+            Fault(
+                f"run {run.name} cannot be scaled: its hosts do not share {run.folder} with this "
+                "machine, or it has only begun",
+                "give all hosts one folder: run.dir=PATH",
+            )
+        )
+
+
+def _wait_until_left(run: Run, hosts: Sequence[str]) -> None:
+    """Wait until the others go on without these hosts."""
+    deadline = time.monotonic() + _LEAVE_LIMIT_S
+    while time.monotonic() < deadline:
+        known = read_json_object(run.membership_file) or {}
+        if known and not set(hosts) & set(known.get("hosts", hosts)):
+            return
+        if not read_run_status(run).is_active:
+            return
+        time.sleep(_POLL_S)
+    raise EchelonError(
+        Fault(
+            f"{', '.join(hosts)} did not leave within {_LEAVE_LIMIT_S:g} s",
+            f"a step may take longer; `echelon logs {run.name}` shows when they have left",
+        ),
+        exit=ExitCode.FAILED,
+    )
+
+
+def _give_back_to_slurm(status: RunStatus, hosts: Sequence[str]) -> bool:
+    """Take hosts that have left out of the job; returns whether that was done. The batch script
+    runs on the first one, which therefore stays."""
+    if not status.job or not hosts:
+        return False
+    shown = run_slurm_command("squeue", "-h", "-j", status.job, "-o", "%N").stdout.strip()
+    listed = run_slurm_command("scontrol", "show", "hostnames", shown).stdout.split()
+    kept = [host for host in listed if host not in hosts or host == listed[0]]
+    if not kept or kept == listed:
+        return False
+    done = run_slurm_command(
+        "scontrol", "update", f"JobId={status.job}", f"NodeList={','.join(kept)}"
+    )
+    if done.returncode:
+        raise EchelonError(
+            Fault(
+                f"{', '.join(hosts)} left the run, but Slurm does not take them out of job "
+                f"{status.job}: {get_last_error_line(done)}",
+                "they stay allocated until the job ends",
+            ),
+            exit=ExitCode.FAILED,
+        )
+    return True
+
+
+def _describe(run: Run, count: int, answer: ScaleAnswer, returned: bool) -> Mapping[str, Any]:
+    return {
+        "version": 1,
+        "run": run.name,
+        "nodes": count,
+        "before": answer.before,
+        "left": list(answer.leaving),
+        "joining": list(answer.joining),
+        "starting": answer.missing,
+        "given_back_to_slurm": returned,
+    }
+
+
+def _print_answer(run: Run, count: int, answer: ScaleAnswer, returned: bool) -> None:
+    print(f"run {run.name}: {format_count(answer.before, 'node')} → {count}")
+    if answer.leaving:
+        back = ", and was given back to Slurm" if returned else ""
+        print(f"  left: {', '.join(answer.leaving)}{back}")
+    if answer.joining:
+        print(f"  {', '.join(answer.joining)} takes part as soon as it is ready")
+    if answer.missing:
+        print(f"  {format_count(answer.missing, 'node')} more is being started")
+    if answer.before == count:
+        print("  nothing to do")

@@ -1,0 +1,72 @@
+"""Which nodes leave or are given ranks when a person wants another number of nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from echelon.launch.node.lifeline import Lifeline
+from echelon.launch.node.membership import Member, Membership
+from echelon.launch.node.node_scaling import ScaleAnswer, ScaleLimits, scale_nodes
+
+LIMITS = ScaleLimits(min_nodes=1, max_nodes=4, batch_size=16)
+
+
+def lead(nodes: int, spares: int = 0, survives: bool = True) -> Lifeline:
+    """The leader of nodes with two ranks each, without connections to them."""
+    lifeline = Lifeline(Member(0, "host 0", procs=2, place=0, slots=(0, 1)))
+    members = [
+        Member(n, f"host {n}", procs=2, place=n, slots=(2 * n, 2 * n + 1)) for n in range(nodes)
+    ]
+    members += [Member(nodes + n, f"spare {n}", procs=2) for n in range(spares)]
+    lifeline.membership = Membership(0, 0, {m.node: m for m in members}, survives)
+    return lifeline
+
+
+def test_the_last_nodes_leave() -> None:
+    lifeline = lead(3)
+    answer = scale_nodes(lifeline, 1, LIMITS)
+    assert answer == ScaleAnswer((), 3, ("host 1", "host 2"), first_node=3)
+    assert ScaleAnswer.from_json(answer.to_json()) == answer
+    known, why = lifeline.membership, "scaled to 1 node"
+    assert [m.leaving for m in known.members.values()] == ["", why, why]
+    assert known.wanted_nodes == 1
+    again = scale_nodes(lifeline, 2, LIMITS)  # they do not come back; others take their places
+    assert (again.before, again.missing, again.leaving) == (1, 1, ())
+    assert lifeline.membership.count_missing_nodes() == 1
+    assert lifeline.membership.vacancies == ()
+
+
+def test_spares_take_part_in_places_of_their_own() -> None:
+    lifeline = lead(2, spares=1)
+    answer = scale_nodes(lifeline, 4, LIMITS)
+    assert (answer.joining, answer.missing) == (("spare 0",), 1)
+    assert lifeline.membership.vacancies == ((2, (4, 5)), (3, (6, 7)))
+    assert lifeline.membership.count_missing_nodes() == 1
+
+
+def test_places_that_are_vacant_come_first() -> None:
+    lifeline = lead(3)
+    lifeline.membership = lifeline.membership.remove(1)
+    assert lifeline.membership.vacancies == ((1, (2, 3)),)
+    assert scale_nodes(lifeline, 3, LIMITS).missing == 1
+    assert lifeline.membership.vacancies == ((1, (2, 3)),)
+
+
+@pytest.mark.parametrize(
+    ("count", "limits", "words"),
+    [
+        (1, LIMITS, "cannot go on without one of them"),
+        (1, ScaleLimits(2, 4, 16), "launch.min_nodes=2"),
+        (5, LIMITS, "there are 4 nodes for this run"),
+        (4, ScaleLimits(1, 0, 16), "there are 3 nodes for this run"),
+        (4, ScaleLimits(1, None, 7), "trainer.batch_size=7 is smaller"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(
+    count: int, limits: ScaleLimits, words: str
+) -> None:
+    lifeline = lead(3, survives="cannot" not in words)
+    before = lifeline.membership
+    [fault] = scale_nodes(lifeline, count, limits).faults
+    assert words in fault.what
+    assert lifeline.membership == before
