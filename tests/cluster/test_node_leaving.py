@@ -188,22 +188,61 @@ def test_a_run_by_ssh_grows_beyond_its_start(command_line: CommandLine, clean_ru
     command_line.require_nothing_left()
 
 
-def test_a_job_shrinks_and_gives_its_nodes_back(command_line: CommandLine, clean_run: Run) -> None:
-    started, hosts = start_by_slurm(command_line, "launch.nodes=3", "pause_s=0.1")
+def grow_by_a_job(command_line: CommandLine, count: int) -> str:
+    """Scale to so many nodes, and wait until a further job has joined; returns its number."""
+    log = command_line.run().get_node_log_file(0)
+    joined = f"replaced: {count} processes"
+    times = log.read_text().count(joined)
+    told = scale(command_line, count)
+    assert told["starting"] == 1
+    until(lambda: log.read_text().count(joined) > times, START_S, "the further job takes part")
+    return str(told["job"])
+
+
+def wait_for_empty_queue(command_line: CommandLine) -> None:
+    until(lambda: not command_line.cluster.slurm("squeue", "-h").strip(), START_S, "no job is left")
+
+
+def test_a_job_gives_a_node_back_and_gets_another(
+    command_line: CommandLine, clean_run: Run
+) -> None:
+    started, hosts = start_by_slurm(command_line, "launch.nodes=3", "missing_pause_s=1.0")
     job = command_line.job()
     told = scale(command_line, 2)
     assert told["left"] == [hosts[2]]
     assert told["given_back_to_slurm"]
     assert command_line.hosts(job) == hosts[:2]
     command_line.wait_for_more()
-    refused = command_line.type("scale", "a", "nodes=3")
-    assert refused.code == ExitCode.USAGE
-    assert "nodes=3, but there are 2 nodes for this run" in refused.err
+    grow_by_a_job(command_line, 3)
+    invitation = command_line.run().invitation_file
+    assert invitation.stat().st_mode & 0o777 == 0o600
+    key = json.loads(invitation.read_text())["key"]
+    assert key not in command_line.run().joining_script_file.read_text()
     done = started.wait()
     assert done.code == ExitCode.OK, done.err
     require_same_curve(command_line.run(), clean_run)
     require_no_fault(command_line.run(), [2])
+    wait_for_empty_queue(command_line)
+    assert not invitation.exists()
     refused = command_line.type("scale", "a", "nodes=2")
     assert refused.code == ExitCode.NOT_FOUND
     assert "cannot be scaled: it is finished" in refused.err
+    command_line.require_nothing_left()
+
+
+def test_a_further_job_may_be_taken_away_and_ends_with_the_run(command_line: CommandLine) -> None:
+    started, _ = start_by_slurm(command_line, "launch.nodes=2", "trainer.steps=100000")
+    further = grow_by_a_job(command_line, 3)
+    command_line.cluster.slurm("scancel", further)
+    log = command_line.run().get_node_log_file(0)
+    until(lambda: "rank 2): it was sent SIGTERM" in log.read_text(), START_S, "it has left")
+    command_line.wait_for_more()
+    grow_by_a_job(command_line, 3)
+    assert command_line.type("cancel", "a").code == ExitCode.OK
+    started.wait()
+    run = command_line.run()
+    until(lambda: run.read_status_file()["state"] == "preempted", START_S, "it is saved")
+    assert run.find_newest_step() == command_line.step()
+    require_no_fault(run, [2])
+    wait_for_empty_queue(command_line)
     command_line.require_nothing_left()

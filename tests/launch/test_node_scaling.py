@@ -25,13 +25,13 @@ def lead(nodes: int, spares: int = 0, survives: bool = True) -> Lifeline:
 def test_the_last_nodes_leave() -> None:
     lifeline = lead(3)
     answer = scale_nodes(lifeline, 1, LIMITS)
-    assert answer == ScaleAnswer((), 3, ("host 1", "host 2"), first_node=3)
+    assert answer == ScaleAnswer((), 3, ("host 1", "host 2"))
     assert ScaleAnswer.from_json(answer.to_json()) == answer
     known, why = lifeline.membership, "scaled to 1 node"
     assert [m.leaving for m in known.members.values()] == ["", why, why]
     assert known.wanted_nodes == 1
     again = scale_nodes(lifeline, 2, LIMITS)  # they do not come back; others take their places
-    assert (again.before, again.missing, again.leaving) == (1, 1, ())
+    assert (again.before, again.missing, again.leaving, again.first_node) == (1, 1, (), 3)
     assert lifeline.membership.count_missing_nodes() == 1
     assert lifeline.membership.vacancies == ()
 

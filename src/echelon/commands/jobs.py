@@ -143,17 +143,18 @@ def scale(words: list[str]) -> int:
         "numbers are those of any other number of nodes, to rounding: the global batch stays.",
         """\
 With fewer nodes the last ones leave at a step boundary, and with launch=slurm they are given back
-to Slurm. With more, spares take part, and launch=ssh starts agents on hosts of its list that are
-free; they take part when they are ready, also beyond the number of the start. A run is scaled where
-lost nodes are survived: not with NCCL, programs of `echelon run`, models on several devices, or
-folders that not all machines see.
+to Slurm. With more, spares take part first. Then launch=ssh starts agents on hosts of its list that
+are free, and launch=slurm queues a further job, with the options of the run's own, which ends with
+the run. They take part when they are ready, also beyond the number of the start. A run is scaled
+where lost nodes are survived: not with NCCL, programs of `echelon run`, models on several devices,
+or folders that not all machines see.
 
 examples:
   echelon scale latest nodes=2
   echelon scale 4711 nodes=3 --json       by the number of a Slurm job
 
 --json prints {version: 1, run, nodes, before, left: [hosts], joining: [hosts of spares], starting:
-how many are being started, given_back_to_slurm}.""",
+how many are being started, job: the further job or null, given_back_to_slurm}.""",
     )
     parser.add_argument("run", help=RUN_HELP)
     parser.add_argument("setting", nargs="*", metavar="nodes=N", help="on how many nodes")

@@ -14,21 +14,28 @@ def node(words: list[str]) -> int:
         "node", "Be one node of a run. Batch scripts and ssh call this; nobody needs to type it."
     )
     parser.add_argument("run", help="the run's folder")
-    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--nodes", type=int)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--master", metavar="HOST:PORT", help="where node 0 listens")
     where.add_argument(
         "--tether", action="store_true", help="read messages on standard input, and end with it"
     )
+    where.add_argument(
+        "--join", type=int, metavar="N", help="be a further node, one of those from number N on"
+    )
     parser.add_argument("--node-rank", type=int, help="default: SLURM_NODEID")
     parser.add_argument("--procs", type=int, help="processes here; default: as configured")
     given = parser.parse_args(words)
+    if given.join is None and given.nodes is None:
+        parser.error("--nodes is missing")
     if given.tether:
         from echelon.launch.ssh.watchdog import run_watched_node
 
         return run_watched_node(given.run, given.nodes, given.node_rank, given.procs)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # it waits until the agent listens
-    from echelon.launch.node.join import join_run
+    from echelon.launch.node.join import join_later, join_run
 
     with use_tolerant_streams():
+        if given.join is not None:
+            return join_later(given.run, given.join)
         return join_run(given.run, given.nodes, lambda: given.master, given.node_rank, given.procs)

@@ -43,10 +43,15 @@ def scale_run(run: Run, count: int, as_json: bool) -> int:
     if answer.leaving:
         _wait_until_left(run, answer.leaving)
     returned = _give_back_to_slurm(status, answer.leaving)
+    job = None
+    if answer.missing and status.job:
+        from echelon.launch.slurm.joining_job import queue_joining_job
+
+        job = queue_joining_job(run.read_launch_config(), run, answer.missing, answer.first_node)
     if as_json:
-        print(json.dumps(_describe(run, count, answer, returned)))
+        print(json.dumps(_describe(run, count, answer, returned, job)))
     else:
-        _print_answer(run, count, answer, returned)
+        _print_answer(run, count, answer, returned, job)
     return ExitCode.OK
 
 
@@ -80,11 +85,11 @@ def _require_scalable(run: Run, status: RunStatus) -> None:
 
 
 def _wait_until_left(run: Run, hosts: Sequence[str]) -> None:
-    """Wait until the others go on without these hosts."""
+    """Wait until the others go on without these hosts, and the ranks there have ended."""
     deadline = time.monotonic() + _LEAVE_LIMIT_S
     while time.monotonic() < deadline:
         known = read_json_object(run.membership_file) or {}
-        if known and not set(hosts) & set(known.get("hosts", hosts)):
+        if known and not set(hosts) & {*known["hosts"], *known["ending_hosts"]}:
             return
         if not read_run_status(run).is_active:
             return
@@ -123,7 +128,9 @@ def _give_back_to_slurm(status: RunStatus, hosts: Sequence[str]) -> bool:
     return True
 
 
-def _describe(run: Run, count: int, answer: ScaleAnswer, returned: bool) -> Mapping[str, Any]:
+def _describe(
+    run: Run, count: int, answer: ScaleAnswer, returned: bool, job: str | None
+) -> Mapping[str, Any]:
     return {
         "version": 1,
         "run": run.name,
@@ -132,11 +139,14 @@ def _describe(run: Run, count: int, answer: ScaleAnswer, returned: bool) -> Mapp
         "left": list(answer.leaving),
         "joining": list(answer.joining),
         "starting": answer.missing,
+        "job": job,
         "given_back_to_slurm": returned,
     }
 
 
-def _print_answer(run: Run, count: int, answer: ScaleAnswer, returned: bool) -> None:
+def _print_answer(
+    run: Run, count: int, answer: ScaleAnswer, returned: bool, job: str | None
+) -> None:
     print(f"run {run.name}: {format_count(answer.before, 'node')} → {count}")
     if answer.leaving:
         back = ", and was given back to Slurm" if returned else ""
@@ -144,6 +154,7 @@ def _print_answer(run: Run, count: int, answer: ScaleAnswer, returned: bool) -> 
     if answer.joining:
         print(f"  {', '.join(answer.joining)} takes part as soon as it is ready")
     if answer.missing:
-        print(f"  {format_count(answer.missing, 'node')} more is being started")
+        where = f"in job {job}, which ends with the run" if job else "on hosts of launch.hosts"
+        print(f"  {format_count(answer.missing, 'node')} more {where}")
     if answer.before == count:
         print("  nothing to do")

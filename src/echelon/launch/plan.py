@@ -59,6 +59,8 @@ class NodeSpec:
     """0: one that the system chooses."""
     spares: int = 0
     """Nodes beyond `node_count`, which run no ranks until one of those is lost."""
+    is_added: bool = False
+    """Whether it is of a further job, for a run that trains already."""
 
     @property
     def is_spare(self) -> bool:

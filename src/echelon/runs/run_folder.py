@@ -187,6 +187,16 @@ class Run:
         return self.folder / ".stacks-agent"
 
     @property
+    def joining_script_file(self) -> Path:
+        """The newest batch script by which further nodes join."""
+        return self.folder / "join.sh"
+
+    @property
+    def invitation_file(self) -> Path:
+        """For nodes of further jobs, with the key of the run; its owner's alone."""
+        return self.folder / ".invitation"
+
+    @property
     def stack_request_file(self) -> Path:
         """The newest request for stacks. It is written in place, and so is its answer: on a network
         file system another machine sees a new name late, and new content of a file at once."""

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 from echelon.errors import ExitCode
+from echelon.world.rounds import AGENT_STOPS_VARIABLE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 _ON_ITS_WAY_S = 3.0
@@ -40,6 +41,9 @@ class StopSignals:
         signal.pthread_sigmask(
             signal.SIG_UNBLOCK, STOP_SIGNALS
         )  # the parent process may have blocked them
+        if os.environ.get(AGENT_STOPS_VARIABLE):
+            for number in (signal.SIGTERM, signal.SIGUSR2):
+                signal.signal(number, signal.SIG_IGN)
         atexit.register(_ignore_signals)
 
     def find_reason(self) -> str:

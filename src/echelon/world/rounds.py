@@ -21,6 +21,10 @@ from echelon.world.types import World
 INCARNATION_VARIABLE = "ECHELON_INCARNATION"
 """Set for a process that replaces a lost rank: how many processes its slot has had before."""
 
+AGENT_STOPS_VARIABLE = "ECHELON_AGENT_STOPS"
+"""Set for ranks of a node that leaves by itself when its job is stopped. Slurm then signals every
+process of it, so they hear of a stop of the run from their agent alone, by SIGINT."""
+
 
 @dataclass(frozen=True)
 class Round:

@@ -38,6 +38,7 @@ from echelon.launch.node.fork_server import (
     ForkServerGone,
     WorkerSpawnRequest,
 )
+from echelon.launch.node.invitation import Invitation, write_invitation
 from echelon.launch.node.lifeline import HungRank, Lifeline, RankHeartbeats, SlotAssignment
 from echelon.launch.node.log_stamps import NodeLogs
 from echelon.launch.node.node_scaling import ScaleAnswer, ScaleLimits, scale_nodes
@@ -53,7 +54,12 @@ from echelon.runs.stack_text import render_stack
 from echelon.utils.processes import read_stat_fields
 from echelon.utils.sockets import shut_connections_to_port
 from echelon.world.network_key import KEY_VARIABLE
-from echelon.world.rounds import INCARNATION_VARIABLE, Round, write_round_file
+from echelon.world.rounds import (
+    AGENT_STOPS_VARIABLE,
+    INCARNATION_VARIABLE,
+    Round,
+    write_round_file,
+)
 from echelon.world.sealed_store import SealedStore, derive_store_key
 
 _MONITOR_INTERVAL_S = 0.05
@@ -280,6 +286,8 @@ class NodeAgent(SimpleElasticAgent):
             self._tcp_store = self._standby_store
             self._on_lead()
             self._stacks.take_requests()
+            if self._run.invitation_file.exists():
+                self._invite()
         else:
             client = connect_to_leader(known.members[known.leader].store)
             self._tcp_store = SealedStore(client, derive_store_key(self._job.key))
@@ -444,6 +452,8 @@ class NodeAgent(SimpleElasticAgent):
             "TORCHELASTIC_USE_AGENT_STORE": True,
             KEY_VARIABLE: self._job.key,
         }
+        if self._job.node.is_added:
+            variables[AGENT_STOPS_VARIABLE] = 1
         if self._job.is_plain:
             variables = {}
         elif group.spec.local_world_size > 1:
@@ -579,7 +589,16 @@ class NodeAgent(SimpleElasticAgent):
 
     def _scale(self, count: int) -> ScaleAnswer:
         """Answer a person who wants another number of nodes."""
-        return scale_nodes(self._lifeline, count, self._job.scale_limits)
+        answer = scale_nodes(self._lifeline, count, self._job.scale_limits)
+        if answer.missing and self._job.scale_limits.max_nodes is None:
+            self._invite()
+        return answer
+
+    def _invite(self) -> None:
+        """Tell nodes of further jobs where this node leads."""
+        node, address = self._job.node, self._make_world_store().address
+        invitation = Invitation(self._job.key, address, node.node_count + node.spares)
+        write_invitation(self._run, invitation)
 
     def _publish_round(self, newest: Round) -> None:
         """Tell the ranks of this node of a round. First what it is, then that it is there."""
@@ -807,8 +826,9 @@ class NodeAgent(SimpleElasticAgent):
         while self._stop_signal and self._unsignalled_ranks:
             with contextlib.suppress(IndexError):
                 local_rank = self._unsignalled_ranks.pop()
+                number = signal.SIGINT if self._job.node.is_added else self._stop_signal
                 if local_rank not in self._exit_codes and local_rank in self._pids:
-                    _send_signal(self._pids[local_rank], self._stop_signal)
+                    _send_signal(self._pids[local_rank], number)
 
 
 def make_worker_spec(rendezvous: FixedRendezvous, procs: int, max_restarts: int) -> WorkerSpec:

@@ -13,6 +13,7 @@ from echelon.config.schema import Config
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.gpus import count_visible_gpus
 from echelon.launch.launcher import Launcher
+from echelon.launch.node.invitation import wait_for_invitation
 from echelon.launch.node.service import (
     make_network_variables,
     make_thread_variables,
@@ -25,6 +26,7 @@ from echelon.runs.failure import Failure
 from echelon.runs.run_folder import Run
 from echelon.runs.writer import claim_run_folder
 from echelon.world.device_fit import find_visible_fit_fault, get_default_process_count
+from echelon.world.network_key import KEY_VARIABLE
 
 
 def join_run(
@@ -36,6 +38,7 @@ def join_run(
     on_port: Callable[[int], None] | None = None,
     report_failure: Callable[[Failure], None] = print_failure,
     report_nodes: ReportNodes = lambda report: None,
+    is_added: bool = False,
 ) -> int:
     """Take part in the run of this folder as one of `nodes` nodes, spares included; returns the
     exit code of the run.
@@ -62,7 +65,7 @@ def join_run(
     os.environ |= make_thread_variables(config, procs, os.environ)
     host, _, port = find_master().rpartition(":")
     spares = config.launch.spares
-    node = NodeSpec(rank, nodes - spares, procs, host.strip("[]"), int(port), spares)
+    node = NodeSpec(rank, nodes - spares, procs, host.strip("[]"), int(port), spares, is_added)
     os.environ |= make_network_variables(config, node.master_host, os.environ)
     return run_node(
         launcher,
@@ -74,6 +77,15 @@ def join_run(
         partial(_record_exit_code, run) if launcher.leaves_exit_code else lambda code: None,
         report_nodes,
     )
+
+
+def join_later(folder: str, first_node: int) -> int:
+    """Take part in a run that trains already, as a node of a further job; returns the exit code.
+    Its nodes have the numbers from `first_node` on."""
+    invitation = wait_for_invitation(Run(Path(folder)))
+    os.environ[KEY_VARIABLE] = invitation.key
+    rank = first_node + int(os.environ.get("SLURM_NODEID", "0"))
+    return join_run(folder, invitation.nodes, lambda: invitation.master, rank, is_added=True)
 
 
 def _claim_on_node_0(run: Run, launcher: Launcher, rank: int) -> Run:

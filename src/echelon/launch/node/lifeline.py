@@ -415,8 +415,8 @@ class Lifeline:
         return dict(self._replacements.get(attempt, {}))
 
     def void_replacements(self, attempt: int, slots: Iterable[int]) -> None:
-        """On the leader: forget the replacements of ranks whose node is lost, as they are lost with
-        it."""
+        """On the leader: forget the replacements of ranks whose node is lost or leaves, as they go
+        with it."""
         for slot in slots:
             self._replacements.get(attempt, {}).pop(slot, None)
 
@@ -470,6 +470,11 @@ class Lifeline:
         """Return the ranks that this spare was given."""
         return self._assignment
 
+    def is_connected(self, node: int) -> bool:
+        """Return whether a node is connected to this one; one that has been released stays so until
+        its ranks have ended."""
+        return self._server is not None and node in self._server.nodes
+
     def list_vacancies(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """On the leader: return the places that no node has, each with its slots, once every loss
         of a node was taken."""
@@ -519,6 +524,13 @@ class Lifeline:
             known = replace(self.membership, wanted_nodes=count)
             self._change_membership(known.add_places(added) if added else known)
 
+    def reserve_nodes(self, count: int) -> int:
+        """On the leader: return the first of so many numbers that no other node will have."""
+        with self._lock:
+            changed, first = self.membership.reserve_nodes(count)
+            self._change_membership(changed)
+        return first
+
     def resign(self) -> bool:
         """On the leader: have another node lead; returns whether there is one that may. Where nodes
         are reached over others it stays: they would all have to find their way anew."""
@@ -528,7 +540,7 @@ class Lifeline:
         with self._lock:
             known = self.membership
             others = [m for m in known.members.values() if m.node != self.own.node]
-            if not any(m.place >= 0 and m.store and not m.leaving for m in others):
+            if not any(m.may_lead and m.store and not m.leaving for m in others):
                 return False
             self.is_leader, self.is_electing = False, True
             if server is not None:
@@ -1018,8 +1030,9 @@ class Lifeline:
 
 def _list_candidates(known: Membership) -> list[int]:
     """Return the nodes that may lead, in the order in which they are asked to. A spare does not:
-    it has no ranks, and knows of no round. One that is about to leave comes last."""
-    candidates = [m for m in known.members.values() if m.place >= 0]
+    it has no ranks, and knows of no round; nor does a node of a further job. One that is about to
+    leave comes last."""
+    candidates = [m for m in known.members.values() if m.may_lead]
     return [m.node for m in sorted(candidates, key=lambda m: (bool(m.leaving), m.node))]
 
 

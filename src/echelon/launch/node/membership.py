@@ -37,6 +37,13 @@ class Member:
     """The ranks that it runs, by their numbers in round 0."""
     leaving: str = ""
     """Why it is about to leave on purpose, if it is."""
+    is_added: bool = False
+    """Whether it is of a further job, which ends with the run."""
+
+    @property
+    def may_lead(self) -> bool:
+        """Whether it may lead. The nodes of the job that the run belongs to do."""
+        return self.place >= 0 and not self.is_added
 
     @property
     def is_spare(self) -> bool:
@@ -66,6 +73,8 @@ class Membership:
     """Places that no node has, each with its slots."""
     wanted_nodes: int = 0
     """So many nodes are to run ranks, as far as there are any; 0: as many as at the beginning."""
+    reserved_nodes: int = 0
+    """Numbers of nodes below this one are those of nodes that were asked for."""
 
     @property
     def has_lost_nodes(self) -> bool:
@@ -139,6 +148,11 @@ class Membership:
             (place + i, tuple(range(slot + i * size, slot + (i + 1) * size))) for i in range(count)
         )
         return replace(self, vacancies=(*self.vacancies, *added))
+
+    def reserve_nodes(self, count: int) -> tuple[Membership, int]:
+        """Return the membership with so many further numbers of nodes taken, and the first one."""
+        first = max(self.reserved_nodes, *(n + 1 for n in (*self.members, *self.left_nodes)))
+        return replace(self, reserved_nodes=first + count), first
 
     def has_quorum(self, nodes: Collection[int]) -> bool:
         """Return whether these nodes may go on without the rest."""

@@ -35,7 +35,7 @@ class ScaleAnswer:
     missing: int = 0
     """So many nodes have to be started, by the launcher or as a further job."""
     first_node: int = 0
-    """From here on numbers of nodes are free."""
+    """The numbers of the missing ones begin here."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -62,13 +62,14 @@ def scale_nodes(lifeline: Lifeline, count: int, limits: ScaleLimits) -> ScaleAns
     for member in leaving:
         lifeline.retire(member.node, f"scaled to {count} node{'s' * (count > 1)}")
     joining = spares[: max(0, count - len(staying))]
+    missing = max(0, count - len(staying) - len(joining))
     return ScaleAnswer(
         (),
         len(staying),
         tuple(m.host for m in leaving),
         tuple(m.host for m in joining),
-        max(0, count - len(staying) - len(joining)),
-        max(known.members) + 1,
+        missing,
+        lifeline.reserve_nodes(missing) if missing else 0,
     )
 
 

@@ -86,6 +86,8 @@ class RankReplacement:
         """Present on the node that leads."""
         self._formed_number = -1
         """Of a round that is known to be formed, though the store does not know it."""
+        self._ending_nodes: dict[int, str] = {}
+        """Node that was released, and whose ranks have yet to end → its host."""
         self._recorder = RoundRecorder(run, time.monotonic())
         self._first_incarnation = first_incarnation
         self._incarnations: dict[int, int] = {}
@@ -279,6 +281,7 @@ class RankReplacement:
         hosts = [m.host for m in known.members.values()]
         leader = known.members[known.leader].host
         about = {"epoch": known.epoch, "leader": leader, "hosts": hosts}
+        about |= {"ending_hosts": list(self._ending_nodes.values())}
         with contextlib.suppress(OSError):  # the disk may be full
             # Not into the status, which rank 0 may be writing now.
             write_json_atomically(
@@ -313,8 +316,8 @@ class RankReplacement:
         return round_.number == self._formed_number or self._rounds.is_formed(round_)
 
     def _answer_notices(self) -> None:
-        """Decide what a stop signal means that came to nodes. Whoever ends a run signals all of its
-        nodes; a signal to some of them is a notice that they are about to go."""
+        """Decide what a stop signal means that came to nodes. Whoever ends a run signals all nodes
+        that it was started with; a signal to some is a notice that they are about to go."""
         lifeline = self._lifeline
         members, notices = lifeline.membership.members, lifeline.get_notices()
         pending = {n: e for n, e in notices.items() if n in members and not members[n].leaving}
@@ -322,23 +325,32 @@ class RankReplacement:
             return
         signal_name = next(iter(pending.values())).signal
         spared = [
-            m for m in members.values() if m.slots and not m.leaving and m.node not in notices
+            m
+            for m in members.values()
+            if m.slots and not m.leaving and not m.is_added and m.node not in notices
         ]
         if not spared:
             lifeline.request_stop(f"all nodes were sent {signal_name}: saving and ending")
-        elif time.monotonic() - min(e.since_s for e in pending.values()) > _NOTICE_WINDOW_S:
-            for node, notice in pending.items():
+            return
+        waited_s = time.monotonic() - min(e.since_s for e in pending.values())
+        for node, notice in pending.items():
+            # A signal to a further job never means the run.
+            if waited_s > _NOTICE_WINDOW_S or members[node].is_added:
                 lifeline.retire(node, f"it was sent {notice.signal}")
 
     def _let_nodes_go(self, keeper: RoundKeeper) -> None:
         """Release nodes without whose ranks the others have gone on, and plan the round without
         those of the next one."""
         lifeline, current = self._lifeline, set(keeper.current.slots)
+        if ended := [n for n in self._ending_nodes if not lifeline.is_connected(n)]:
+            self._ending_nodes = {n: h for n, h in self._ending_nodes.items() if n not in ended}
+            self._write_membership()
         leaving = [m for _, m in sorted(lifeline.membership.members.items()) if m.leaving]
         others = [m for m in leaving if m.node != lifeline.own.node]
         for member in others:
             if not current & set(member.slots):
                 lifeline.release(member.node)
+                self._ending_nodes[member.node] = member.host
                 self._write_membership()
         holders = [m for m in others if current & set(m.slots)]
         if not leaving or lifeline.stop_reason or not self.can_replace():
@@ -349,6 +361,7 @@ class RankReplacement:
         elif holders:
             planned = keeper.let_go(holders[0].slots, _describe_leaving(holders[0]))
             assert planned is not None  # somebody stays
+            lifeline.void_replacements(self._attempt, holders[0].slots)  # it may be one itself
             self._begin(planned)
             self._recorder.begin(planned, (), (), time.monotonic(), left=holders[0].slots)
         elif len(others) < len(leaving) and lifeline.resign():  # only the leader is left to leave

@@ -21,6 +21,7 @@ from echelon.errors import EchelonError, ExitCode
 from echelon.gpus import count_visible_gpus
 from echelon.launch.launcher import Launcher
 from echelon.launch.node.fork_server import ForkServer
+from echelon.launch.node.invitation import remove_invitation
 from echelon.launch.node.lifeline import Lifeline
 from echelon.launch.node.membership import Member
 from echelon.launch.plan import NodeSpec, ReportNodes, make_program_words
@@ -154,6 +155,8 @@ class _NodeService:
             return self._run_agent(fork_server, resolve_run)
         finally:
             if self._run is not None:
+                if self.leads:
+                    remove_invitation(self._run)
                 release_run_folder(self._run)
 
     def _run_agent(self, fork_server: ForkServer, resolve_run: ResolveRun) -> int:
@@ -239,6 +242,7 @@ class _NodeService:
         if node.rank != 0:
             return
         run.membership_file.unlink(missing_ok=True)
+        remove_invitation(run)
         if not self._config.program and run == get_submitted_run(os.environ):
             run.update_status(world=world_size)
         else:
@@ -438,4 +442,11 @@ def _make_member(node: NodeSpec, store: SealedStore) -> Member:
     """Return this node as the others know it."""
     place = -1 if node.is_spare else node.rank
     address = f"{node.master_host}:{store.port}" if node.rank == 0 else ""
-    return Member(node.rank, socket.gethostname(), node.procs, store=address, place=place)
+    return Member(
+        node.rank,
+        socket.gethostname(),
+        node.procs,
+        store=address,
+        place=place,
+        is_added=node.is_added,
+    )

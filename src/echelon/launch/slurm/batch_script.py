@@ -113,14 +113,14 @@ def _render_script(
             "#!/bin/bash",
             *(
                 f"#SBATCH {option}"
-                for option in [*first_options, *_make_sbatch_options(config, procs)]
+                for option in [*first_options, *make_sbatch_options(config, procs)]
             ),
             "",
             *first_lines,
             "",
             *_render_folder_guard(),
             'fail() { echo "$1" > "$run/exit"; exit "$1"; }',
-            *_render_setup(config.launch),
+            *render_setup(config.launch),
             *(_render_environment(environment) if environment else ()),
             "",
             "# The nodes meet at the first one, at a port of this job's own.",
@@ -232,7 +232,7 @@ def count_tasks_per_node(config: Config, procs: int) -> int:
     return procs if is_started_by_srun(config) and config.mode != "plain" else 1
 
 
-def _make_sbatch_options(config: Config, procs: int) -> Iterator[str]:
+def make_sbatch_options(config: Config, procs: int) -> Iterator[str]:
     """The options in the script's head."""
     launch = config.launch
     tasks = count_tasks_per_node(config, procs)
@@ -268,7 +268,7 @@ def make_srun_allocation_options(config: Config) -> list[str]:
     ours = (*of_a_job, "--nodes", "--ntasks-per-node", "--time")
     options = [
         o
-        for o in _make_sbatch_options(config, count_processes_per_node(config))
+        for o in make_sbatch_options(config, count_processes_per_node(config))
         if not o.startswith(ours)
     ]
     return [*options, "--time=10"]
@@ -288,11 +288,11 @@ def _format_gpu_option(launch: LaunchConfig, tasks: int) -> str:
     return f"--{launch.gpu_request}={count // tasks if 'task' in launch.gpu_request else count}"
 
 
-def _render_setup(launch: LaunchConfig) -> list[str]:
-    """Return the lines of `launch.setup` and `launch.secrets`, and of the key of the job."""
+def render_setup(launch: LaunchConfig, has_key: bool = True) -> list[str]:
+    """Return the lines of `launch.setup` and `launch.secrets`, and of a key of the job."""
     lines = ["", "# launch.setup", _SETUP_ERROR_TRAP, *launch.setup, "trap - ERR"]
     secrets = _render_secrets(launch.secrets) if launch.secrets else ()
-    return [*(lines if launch.setup else ()), *secrets, *_KEY_LINES]
+    return [*(lines if launch.setup else ()), *secrets, *(_KEY_LINES if has_key else ())]
 
 
 _KEY_LINES = (
@@ -366,7 +366,7 @@ def make_python_command(config: Config) -> str:
 def render_agents_step(config: Config) -> Iterator[str]:
     """The step of one agent per node."""
     yield "# One agent per node, which starts that node's processes and watches them."
-    srun = _make_srun_command(config, 1)
+    srun = make_srun_command(config, 1)
     if survives := survives_lost_nodes(config):
         yield "# The agents go on without a node that is lost. When they have ended, srun would"
         yield "# wait for that of a dead node until Slurm has given it up."
@@ -423,11 +423,11 @@ def render_sweep_script(
             "#!/bin/bash",
             *(
                 f"#SBATCH {option}"
-                for option in [*first_options, *_make_sbatch_options(config, procs)]
+                for option in [*first_options, *make_sbatch_options(config, procs)]
             ),
             "",
             'fail() { exit "$1"; }',
-            *_render_setup(config.launch),
+            *render_setup(config.launch),
             *(_render_preflight(preflight_command) if config.launch.preflight else ()),
             "",
             "# TERM: preempted or cancelled. Slurm decides whether it continues.",
@@ -459,7 +459,7 @@ def _render_preflight(preflight_command: Sequence[str]) -> Iterator[str]:
     yield f'{shlex.join(preflight_command)} || fail "$?"'
 
 
-def _make_srun_command(config: Config, tasks: int) -> str:
+def make_srun_command(config: Config, tasks: int) -> str:
     """`srun` with the options that every step has. Since Slurm 22.05 a step does not inherit the
     CPUs per task and, on some clusters, neither the environment."""
     # Since 22.05 a step does not inherit it; nor, on some clusters, the environment.
@@ -475,7 +475,7 @@ def _render_tasks_step(config: Config, procs: int, words: str) -> Iterator[str]:
     yield 'export MASTER_ADDR="$master" MASTER_PORT="$port" PYTHONUNBUFFERED=1'
     if chosen := config.launch.interface:
         yield f"export {' '.join(f'{name}={shlex.quote(chosen)}' for name in INTERFACE_VARIABLES)}"
-    srun = _make_srun_command(config, per_node)
+    srun = make_srun_command(config, per_node)
     yield from _render_history_start(config.launch.nodes, config.launch.nodes * per_node)
     yield f'{srun} --kill-on-bad-exit=1 --output="$run/logs/rank-%t.log" \\'
     yield f"  {words}"

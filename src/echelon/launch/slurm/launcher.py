@@ -21,6 +21,7 @@ from echelon.launch.node.service import make_thread_variables
 from echelon.launch.plan import (
     LaunchPlan,
     LocalMachine,
+    NodeSpec,
     ProbeCommand,
     ProbePlan,
     describe_failure_policy,
@@ -119,6 +120,9 @@ class SlurmLauncher(Launcher):
     def read_node_rank(self, env: Mapping[str, str]) -> int:
         """Return the number of the node in the step that srun made of this process."""
         return int(env.get("SLURM_NODEID", "0"))
+
+    def get_max_nodes(self, node: NodeSpec) -> None:
+        """As many as the queue gives: further ones are a job of their own."""
 
     def get_planned_procs(self, config: Config) -> int | None:
         return batch_script.count_processes_per_node(config)
