@@ -7,30 +7,15 @@ import signal
 import time
 
 import pytest
-from command_line import ECHELON, FAULTY, START_S, CommandLine, curve
+from command_line import ECHELON, START_S, CommandLine
 from command_runner import RunningCommand, free_port, only_run, until
+from lost_nodes import PACE, SETTINGS, require_same_curve, wait_for_ends
 from worlds import run_forked
 
 from echelon.errors import ExitCode
 from echelon.runs.run_folder import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
-
-STEPS = 120
-SETTINGS = (
-    FAULTY,
-    "run.name=a",
-    "trainer.batch_size=8",
-    f"trainer.steps={STEPS}",
-    "trainer.save.epochs=null",
-    "trainer.save.steps=20",
-    "trainer.evaluate.epochs=null",
-    "trainer.log_steps=1",
-    "launch.silence_s=8",
-)
-"""A busy machine may keep a node silent for some seconds."""
-PACE = ("pause_s=0.05", "missing_pause_s=0.2")
-"""A replacement comes before the end on a busy machine too."""
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +41,6 @@ def measure_next_step(command_line: CommandLine, what: str) -> None:
     began, step = time.monotonic(), command_line.step()
     command_line.wait_for_step(step + 1)
     print(f"{what} → next step: {time.monotonic() - began:.2f} s")
-
-
-def wait_for_ends(world: list[RunningCommand]) -> list[int]:
-    until(lambda: all(n.process.poll() is not None for n in world), START_S, "all ended")
-    return [node.wait().code for node in world]
-
-
-def require_same_curve(run: Run, clean: Run) -> None:
-    """Every step stands there once, with the number of the clean run."""
-    steps, values = zip(*curve(run), strict=True)
-    clean_steps, clean_values = zip(*curve(clean), strict=True)
-    assert steps == clean_steps
-    assert values == pytest.approx(clean_values, rel=1e-4, abs=1e-7)
-    assert run.read_status_file()["state"] == "finished"
-    assert run.read_status_file()["failure"] is None
 
 
 @pytest.mark.parametrize("node", [1, 0])
