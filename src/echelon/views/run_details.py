@@ -43,6 +43,8 @@ from echelon.utils.text import (
 from echelon.views.run_losses import (
     accounting_to_json,
     format_hosts_at_fault,
+    format_kept_machines,
+    format_left_out_machines,
     format_slow_ranks,
     render_losses,
 )
@@ -195,6 +197,8 @@ def _print_header(details: RunDetails, screen: Console, width: int) -> None:
         "effective": format_effective_time(details.accounting),
         "at fault": format_hosts_at_fault(details.accounting),
         "slow": format_slow_ranks(details.metrics.history),
+        "left out": format_left_out_machines(details.metrics.history),
+        "kept": format_kept_machines(details.metrics.history),
         "settings": format_settings(find_non_defaults(record)),
         "tags": ", ".join(details.annotations.tags),
         "noted": details.annotations.note,
