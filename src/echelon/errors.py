@@ -37,6 +37,8 @@ class ExitCode(IntEnum):
     """A rank met an error that was marked as transient: it is replaced, and the others go on."""
     WRONG_NUMBERS = 10
     """A device computes wrong numbers without an error, as `trainer.verify_steps` found."""
+    LEFT = 11
+    """A node has left a run on purpose, and the others go on."""
     PREEMPTED = 75
     """Stopped on request with everything saved: requeue me (sysexits' EX_TEMPFAIL)."""
     INTERRUPTED = 130

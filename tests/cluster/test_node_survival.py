@@ -7,10 +7,16 @@ import signal
 import time
 
 import pytest
-from command_line import ECHELON, START_S, CommandLine
-from command_runner import RunningCommand, free_port, only_run, until
-from lost_nodes import PACE, SETTINGS, require_same_curve, wait_for_ends
-from worlds import run_forked
+from command_line import START_S, CommandLine
+from command_runner import until
+from node_worlds import (
+    require_same_curve,
+    run_undisturbed,
+    start_by_slurm,
+    start_by_ssh,
+    start_world,
+    wait_for_ends,
+)
 
 from echelon.errors import ExitCode
 from echelon.runs.run_folder import Run
@@ -20,20 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 @pytest.fixture(scope="module")
 def clean_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("clean")
-    words = [*SETTINGS, "launch=local", "launch.procs=3"]
-    done = run_forked([*ECHELON, "train", *words], folder)
-    assert done.code == 0, done.err
-    return Run(only_run(folder))
-
-
-def start_world(command_line: CommandLine, *words: str, nodes: int = 3) -> list[RunningCommand]:
-    """Nodes of launch=env, training."""
-    port = free_port()
-    all_words = ("train", "launch=env", "launch.procs=1", *SETTINGS, *PACE, *words)
-    world = command_line.env_world(*all_words, port=port, nodes=nodes)
-    command_line.wait_for_step(10)
-    return world
+    return run_undisturbed(tmp_path_factory.mktemp("clean"))
 
 
 def measure_next_step(command_line: CommandLine, what: str) -> None:
@@ -161,15 +154,6 @@ def test_without_node_0_one_of_two_nodes_ends(command_line: CommandLine) -> None
 # --- by ssh and by Slurm ---
 
 
-def start_by_ssh(command_line: CommandLine, *words: str) -> RunningCommand:
-    hosts = f"launch.hosts=[{','.join(command_line.cluster.nodes)}]"
-    ssh = f"launch.ssh='ssh -F {command_line.cluster.ssh_config}'"
-    all_words = (hosts, ssh, "launch.procs=1", "launch.threads=1", *SETTINGS, *PACE, *words)
-    started = command_line.start("train", "launch=ssh", *all_words)
-    command_line.wait_for_step(10)
-    return started
-
-
 @pytest.mark.parametrize(("node", "how"), [(0, "killed"), (1, "cut off")])
 def test_a_lost_host_is_survived_by_ssh(
     node: int, how: str, command_line: CommandLine, clean_run: Run
@@ -208,13 +192,6 @@ def test_a_host_that_comes_back_joins_again_by_ssh(
     assert done.code == ExitCode.OK, done.err
     require_same_curve(command_line.run(), clean_run)
     command_line.require_nothing_left()
-
-
-def start_by_slurm(command_line: CommandLine, *words: str) -> tuple[RunningCommand, list[str]]:
-    all_words = ("launch.procs=1", "launch.threads=1", *SETTINGS, *PACE, *words)
-    started = command_line.start("train", "launch=slurm", *all_words, "--wait")
-    command_line.wait_for_step(10)
-    return started, command_line.hosts(command_line.job())
 
 
 def test_a_killed_node_is_replaced_by_a_spare_of_the_job(

@@ -10,11 +10,11 @@ import signal
 from collections.abc import Sequence
 
 import pytest
-from command_line import ECHELON, START_S, CommandLine
+from command_line import START_S, CommandLine
 from command_runner import RunningCommand, free_port, only_run, until, workers
-from lost_nodes import PACE, SETTINGS, require_same_curve, wait_for_ends
 from lost_ranks import LOOPS, list_words, require_same_numbers
 from lost_ranks import SETTINGS as LOOP_SETTINGS
+from node_worlds import PACE, SETTINGS, require_same_curve, run_undisturbed, wait_for_ends
 from worlds import run_forked
 
 from echelon.errors import ExitCode
@@ -26,11 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 @pytest.fixture(scope="module")
 def clean_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("clean")
-    words = [*SETTINGS, "launch=local", "launch.procs=3"]
-    done = run_forked([*ECHELON, "train", *words], folder)
-    assert done.code == 0, done.err
-    return Run(only_run(folder))
+    return run_undisturbed(tmp_path_factory.mktemp("clean"))
 
 
 def start_world(

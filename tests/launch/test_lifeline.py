@@ -147,10 +147,15 @@ def test_a_slow_rank_is_not_stuck_and_a_stranger_is_not_heard() -> None:
 def nodes(count: int, silence_s: float = 5.0) -> Iterator[tuple[list[Lifeline], list[Failure]]]:
     """Nodes whose ranks can go on without one of them, and what those hear that end."""
     ended: list[Failure] = []
-    made = [Lifeline(Member(n, f"host {n}", place=n, slots=(n,)), silence_s) for n in range(count)]
+    made = [
+        Lifeline(Member(n, f"host {n}", store="here", place=n, slots=(n,)), silence_s)
+        for n in range(count)
+    ]
     port = made[0].open_as_leader("127.0.0.1", "127.0.0.1", KEY, count)
     for each in made[1:]:
-        each.open_as_follower(f"127.0.0.1:{port}", KEY, count, ended.append)
+        each.open_as_follower(
+            f"127.0.0.1:{port}", KEY, count, ended.append, lambda address: "there"
+        )
     until(lambda: len(made[0].membership.members) == count)
     made[0].set_survival(True)
     until(lambda: all(m.membership.survives and m.membership == made[0].membership for m in made))
@@ -227,3 +232,78 @@ def test_a_leader_without_a_majority_ends() -> None:
 def test_half_of_the_nodes_go_on_with_the_leader_alone(present: set[int], may: bool) -> None:
     four = Membership(0, 0, {n: Member(n, f"host {n}") for n in range(4)})
     assert four.has_quorum(present) is may
+
+
+# --- nodes that leave on purpose ---
+
+
+def test_a_node_leaves_on_purpose_and_is_not_lost() -> None:
+    with nodes(3) as (made, ended):
+        made[1].retire(2, "too slow")  # any node may ask for it
+        until(lambda: all(m.membership.members[2].leaving == "too slow" for m in made))
+        assert made[0].membership.find_spare(1) is None
+        made[0].release(2)
+        until(lambda: made[2].is_released)
+        made[2].leave()
+        until(lambda: set(made[1].membership.members) == {0, 1})
+        until(lambda: made[0].committed == made[0].membership)
+        assert made[0].membership.left_nodes == (2,)
+        assert made[0].membership.lost_hosts == ()
+        assert made[0].list_vacancies() == ((2, (2,)),)
+        assert made[0].take_lost_nodes() == []
+        assert made[0].find_failure(0) is None
+        assert ended == []
+
+
+def test_a_leader_that_is_to_leave_resigns_and_stays_a_member_until_it_is_released() -> None:
+    with nodes(3) as (made, ended):
+        made[0].set_wanted_nodes(2)
+        made[0].announce_round(0, Round(3, (0, 1, 2)))
+        made[2].retire(0, "maintenance")
+        until(lambda: all(m.membership.members[0].leaving for m in made))
+        assert made[0].resign()
+        until(lambda: made[1].is_leader)
+        until(lambda: made[0].membership.leader == made[2].membership.leader == 1)
+        until(lambda: not any(m.is_electing for m in made))
+        assert made[1].is_handed_over
+        assert made[1].take_lost_nodes() == []
+        assert made[1].membership.members[0].leaving == "maintenance"
+        assert made[1].membership.wanted_nodes == 2
+        assert made[1].find_round(0) == Round(3, (0, 1, 2))
+        made[1].announce_round(0, Round(4, (1, 2)))
+        until(lambda: made[0].find_round(0) == made[2].find_round(0) == Round(4, (1, 2)))
+        made[1].release(0)
+        until(lambda: made[0].is_released)
+        made[0].leave()
+        until(lambda: set(made[2].membership.members) == {1, 2})
+        assert made[1].membership.has_lost_nodes
+        assert ended == []
+
+
+def test_nobody_resigns_where_nobody_else_may_lead() -> None:
+    with nodes(2) as (made, _):
+        made[0].retire(1, "maintenance")
+        until(lambda: made[0].membership.members[1].leaving)
+        assert not made[0].resign()
+        assert made[0].is_leader
+
+
+def test_a_leaving_node_that_is_lost_is_lost() -> None:
+    with nodes(3) as (made, _):
+        made[0].retire(2, "maintenance")
+        until(lambda: made[1].membership.members[2].leaving)
+        kill(made[2])
+        [lost] = until(made[0].take_lost_nodes)
+        assert lost.member.node == 2
+        assert made[0].list_vacancies() == ((2, (2,)),)
+
+
+def test_vacant_places_are_known_to_the_next_leader() -> None:
+    with nodes(4) as (made, _):
+        kill(made[3])
+        until(made[0].take_lost_nodes)
+        until(lambda: made[1].membership.vacancies)
+        kill(made[0])
+        until(lambda: made[1].is_leader)
+        until(made[1].take_lost_nodes)
+        assert sorted(made[1].list_vacancies()) == [(0, (0,)), (3, (3,))]

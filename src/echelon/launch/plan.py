@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from echelon.config.schema import Config
 from echelon.errors import EchelonError
@@ -29,6 +29,11 @@ class LocalMachine(NamedTuple):
     env: Mapping[str, str]
     host: str
     visible_devices: int
+
+
+ReportNodes: TypeAlias = Callable[[list[int], list[int]], None]
+"""Called on the leader with the nodes that go on, when one is gone or has come, and with those that
+have left on purpose."""
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,12 @@ class RoundMembership:
             time.sleep(_POLL_S)
         return None
 
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the newest round goes on without this rank, as its node leaves on purpose."""
+        newest = self._read_newer_round()
+        return newest is not None and self.slot not in newest.slots
+
     def _read_newer_round(self) -> Round | None:
         """Return the newest round if this rank is not in it yet."""
         heartbeat = self._heartbeat

@@ -53,6 +53,8 @@ class RoundRecord:
     reason: str = ""
     hosts: tuple[str, ...] = ()
     """Where it was lost, once for each loss; empty where that was not recorded."""
+    left: tuple[int, ...] = ()
+    """Ranks whose node left on purpose: no fault, and no step was lost."""
 
 
 @dataclass(frozen=True)
@@ -326,6 +328,7 @@ def _make_round(event: dict[str, Any], moment: float) -> RoundRecord | None:
         _get_ints(event, "joined"),
         str(event.get("reason") or ""),
         _get_texts(event, "hosts"),
+        _get_ints(event, "left"),
     )
 
 

@@ -56,6 +56,9 @@ class MemoryCopies(ABC):
     held_states: int
     """So many times as large as a rank's state is what it keeps."""
 
+    is_node_spared = True
+    """Whether the others have all of the state when the ranks of one node leave."""
+
     def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._count, self._spent_s = 0, 0.0
@@ -161,6 +164,7 @@ class ShardCopies(MemoryCopies):
         world = group.world
         nodes = group.exchange("on its node", str(world.node_rank), _MEET_TIMEOUT_S)
         self._shift = choose_partner_shift(nodes)
+        self.is_node_spared = len(set(nodes)) == 1 or not _count_own_node(nodes, self._shift)
 
     def _copy(self, info: dict[str, Any], parts: Mapping[str, Any]) -> None:
         target = min(self._copies, key=lambda copy: max(copy.names, default=(-1,)))
@@ -213,12 +217,12 @@ class _ShardCopy:
 def choose_partner_shift(nodes: list[str]) -> int:
     """Return how many ranks further a rank's shards are kept, given the node of every rank: so that
     as few as possible are kept on their own node."""
-    size = len(nodes)
+    return min(range(1, len(nodes)), key=lambda shift: _count_own_node(nodes, shift), default=0)
 
-    def count_own_node(shift: int) -> int:
-        return sum(node == nodes[(rank + shift) % size] for rank, node in enumerate(nodes))
 
-    return min(range(1, size), key=count_own_node, default=0)
+def _count_own_node(nodes: list[str], shift: int) -> int:
+    """Return how many ranks' shards are kept on their own node."""
+    return sum(node == nodes[(rank + shift) % len(nodes)] for rank, node in enumerate(nodes))
 
 
 def _send_and_receive(sent: Tensor, to: int, received: Tensor, source: int) -> None:

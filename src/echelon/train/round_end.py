@@ -14,6 +14,10 @@ class RoundLost(BaseException):
     Not an Exception, so that code of the user which catches those does not go on."""
 
 
+class RankLeft(BaseException):
+    """Ends a rank without which the others go on, since its node leaves on purpose."""
+
+
 def is_round_end(error: BaseException | None) -> bool:
     """Return whether a rank meets such an error when its round is over."""
     if isinstance(error, PeerFailedError):

@@ -95,7 +95,7 @@ class StepBoundary(RunOutput, ABC):
             raise TrainingStopped
         if self.step < self.total_steps and not self.is_finished:
             if self.copies is not None and (requests.copy or requests.regroup):
-                is_kept = self._keep_copy(self.copies)
+                is_kept = self._keep_copy(self.copies) and self.copies.is_node_spared
                 if requests.regroup and not is_kept:
                     self.save()
             if requests.regroup:

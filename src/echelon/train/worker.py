@@ -4,6 +4,7 @@ wrong."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import gc
 import os
@@ -83,7 +84,7 @@ from echelon.train.regroup import (
     leave_training,
     make_copies,
 )
-from echelon.train.round_end import RoundLost, is_round_end
+from echelon.train.round_end import RankLeft, RoundLost, is_round_end
 from echelon.train.sanity_check import check_evaluation
 from echelon.train.session import Session
 from echelon.train.session_engine import SessionEngine
@@ -97,6 +98,9 @@ Prepare = Callable[["KeptLoop | None"], "tuple[Training | SessionEngine, Callabl
 """Return a training and its loop; what is kept is given where ranks come from another round."""
 _NEXT_ROUND_TIMEOUT_S = 20.0
 """How long a rank that has lost its peers waits for the agents to say how it goes on."""
+_RELEASED_KEY = "output is released"
+_RELEASE_TIMEOUT_S = 30.0
+_POLL_S = 0.01
 _CAUSE_TIMEOUT_S = 5.0
 """How long to wait for the rank that failed first to publish the cause."""
 _SANITY_HINT = (
@@ -176,6 +180,8 @@ class RankWorker:
                 outcome = self._run_experiment(function, world)
             self.end(outcome)
             return outcome
+        except RankLeft:
+            return self._leave_world()
         except BaseException as error:
             return self.handle_failure(error)
         finally:
@@ -430,10 +436,36 @@ class RankWorker:
             self.group.interrupt_process_group()  # so that all leave the round
             # A leader that has fallen silent is noticed first, and another one elected.
             limit_s = _NEXT_ROUND_TIMEOUT_S + 2 * self.config.launch.silence_s
+            first_slot = self.rounds.round.slots[0]
             found = self.rounds.wait_for_next_round(self.group, limit_s)
+            if found is None and self.rounds.is_left_out:
+                raise RankLeft
             if found is not None:
+                is_rank_0_gone = first_slot not in self.rounds.round.slots
+                if is_rank_0_gone and found.world.rank == 0 and isinstance(error, RegroupRequested):
+                    self._wait_for_output(self.group)
                 return found
         raise (error.__cause__ if isinstance(error, RoundLost) else None) or error
+
+    def _leave_world(self) -> ExitCode:
+        """End as a rank of a node that leaves on purpose. If it was rank 0, another one goes on
+        with its files."""
+        if self.training is not None:
+            self.training.leave_round()
+            self.training.release_output()
+        self._close_mirror()
+        if self.rank == 0 and self.group is not None and self.group.store is not None:
+            with contextlib.suppress(dist.DistError):
+                self.group.set_value(_RELEASED_KEY, "1")
+        return ExitCode.LEFT
+
+    def _wait_for_output(self, group: RankGroup) -> None:
+        """Wait until a rank 0 that leaves on purpose has closed the files of the run."""
+        deadline = time.monotonic() + _RELEASE_TIMEOUT_S
+        assert group.store is not None
+        with contextlib.suppress(dist.DistError):  # it was killed before
+            while not group.store.check([_RELEASED_KEY]) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
 
     def _enter_round(self, error: BaseException, next_group: RankGroup) -> None:
         """Close the group of a round that this process has left because of an error, and enter the

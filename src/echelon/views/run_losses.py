@@ -56,6 +56,18 @@ def format_hosts_at_fault(accounting: RunAccounting | None) -> str:
     return ", ".join(f"{host} {f'{n} times' if n > 1 else 'once'}" for host, n in losses.items())
 
 
+def format_left_nodes(history: RunHistory) -> str:
+    """Return which nodes left on purpose, and why:
+    `node 2 (c, rank 2): stopped by SIGTERM, after step 120`."""
+    texts = []
+    for phase in history.phases:
+        for round_ in phase.rounds:
+            if round_.left:
+                why = round_.reason.removeprefix("left: ").partition("; going on")[0]
+                texts.append(f"{why}, after step {round_.step}")
+    return "; ".join(texts)
+
+
 def format_slow_ranks(history: RunHistory) -> str:
     """Return the machines whose ranks were slow, and when they last were:
     `b 3 times, last rank 2 from step 120 to 180 (2.1 × the median)`."""
@@ -156,6 +168,7 @@ def _rounds_to_json(history: RunHistory) -> list[dict[str, Any]]:
             "step_s": round_.step_s,
             "lost_ranks": list(round_.lost),
             "joined_ranks": list(round_.joined),
+            "left_ranks": list(round_.left),
             "reason": round_.reason,
             "hosts": list(round_.hosts),
         }

@@ -8,6 +8,7 @@ the first.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -42,7 +43,7 @@ from echelon.launch.node.log_stamps import NodeLogs
 from echelon.launch.node.rank_replacement import RankReplacement, ReplacementLimits, WorldStore
 from echelon.launch.node.rendezvous import FixedRendezvous, connect_to_leader, host_store
 from echelon.launch.node.stack_exchange import StackExchange
-from echelon.launch.plan import NodeSpec
+from echelon.launch.plan import NodeSpec, ReportNodes
 from echelon.runs import failure as failures
 from echelon.runs.failure import Failure
 from echelon.runs.heartbeat import HeartbeatRecord, HeartbeatTable
@@ -57,7 +58,10 @@ from echelon.world.sealed_store import SealedStore, derive_store_key
 _MONITOR_INTERVAL_S = 0.05
 _LEADER_LOSS_S = 3.0
 """A leader's store may be gone a moment before its lifeline."""
+_NOTICE_INTERVAL_S = 1.0
 _KILL_WAIT_S = 5.0
+_LEAVE_WAIT_S = 60.0
+"""How long the ranks of a node that leaves may take to end: rank 0 may be writing a snapshot."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +81,17 @@ class NodeJob:
     """The words of a program to run instead of the experiment."""
     is_plain: bool = False
     """Whether the program gets no variables of torchrun's (mode=plain)."""
-    report_nodes: Callable[[list[int]], None] = lambda nodes: None
-    """Called on the leader with the nodes that go on, when one is lost or comes back."""
+    report_nodes: ReportNodes = lambda nodes, left_nodes: None
 
     @property
     def shows_rank_0(self) -> bool:
         """Whether the agent prints rank 0's log. An experiment prints by itself; a program does not
         know that it should."""
         return bool(self.program)
+
+
+class NodeLeft(Exception):
+    """This node has left the run on purpose, and the others go on."""
 
 
 class SpareReleased(Exception):
@@ -137,6 +144,10 @@ class NodeAgent(SimpleElasticAgent):
         self._interrupts = 0
         self._stop_signal: signal.Signals | None = None
         """The first stop signal that came, if one did."""
+        self._notice: signal.Signals | None = None
+        """A stop signal that may mean this node alone; see `RankReplacement`."""
+        self._noticed_s = -math.inf
+        """When the leader was told so last."""
         self._unsignalled_ranks: list[int] = []
         """Local ranks to which a stop signal has yet to be sent."""
         self._has_reported_done = False
@@ -174,6 +185,8 @@ class NodeAgent(SimpleElasticAgent):
         while (assignment := self._lifeline.find_assignment()) is None:
             if self._lifeline.over_code is not None:
                 raise SpareReleased(self._lifeline.over_code)
+            self._leave_if_released()
+            self._report_notice()
             time.sleep(_MONITOR_INTERVAL_S)
         self._take_slots(assignment, worker_group)
         worker_group.state = WorkerState.HEALTHY
@@ -278,13 +291,14 @@ class NodeAgent(SimpleElasticAgent):
         self._log_stamps.record_growth()
         self._stacks.look_for_request()
         self._lifeline.report_heartbeats(self._collect_heartbeats())
+        self._leave_if_released()
         if self._replacement is not None:
             self._replace_lost_ranks(self._replacement, worker_group)
         failed = self._find_failed_ranks()
         cause = self._find_first_failure(failed)
         if cause is not None:
             self._close_rounds()
-            has_lost_nodes = bool(self._lifeline.membership.lost_hosts)
+            has_lost_nodes = self._lifeline.membership.has_lost_nodes
             self._lifeline.set_survival(False)
             self._kill_all_workers()  # peers of a dead rank only wait, and would blame each other
             self.failure = self._lifeline.agree_on_failure(self._attempt, cause)
@@ -308,12 +322,31 @@ class NodeAgent(SimpleElasticAgent):
 
     def _find_failed_ranks(self) -> dict[int, int]:
         """Return the local ranks that have failed and are not being replaced, with their codes."""
-        well = (ExitCode.OK, ExitCode.PREEMPTED)
+        well = [ExitCode.OK, ExitCode.PREEMPTED]
+        if self._is_leaving:
+            well.append(ExitCode.LEFT)
         return {
             r: code
             for r, code in self._exit_codes.items()
             if code not in well and r not in self._lost_ranks
         }
+
+    @property
+    def _is_leaving(self) -> bool:
+        own = self._lifeline.membership.members.get(self._lifeline.own.node)
+        return self._lifeline.is_released or (own is not None and bool(own.leaving))
+
+    def _leave_if_released(self) -> None:
+        """End where this node has left on purpose: its ranks save what they were saving, and end
+        by themselves."""
+        if not self._lifeline.is_released:
+            return
+        deadline = time.monotonic() + _LEAVE_WAIT_S
+        while self._list_living_workers() and time.monotonic() < deadline:
+            self._fork_server.wait_for_event(0.1)
+            with contextlib.suppress(ForkServerGone):
+                self._handle_fork_server_events()
+        raise NodeLeft
 
     def _are_local_ranks_done(self) -> bool:
         """Return whether all ranks of this node have ended. A replacement that has not joined when
@@ -503,6 +536,7 @@ class NodeAgent(SimpleElasticAgent):
             if (
                 worker.local_rank in self._lost_ranks
                 and self._stop_signal is None
+                and not self._is_leaving
                 and replacement.may_start(worker.global_rank)
             ):
                 self._start_replacement(replacement, worker, group)
@@ -516,19 +550,20 @@ class NodeAgent(SimpleElasticAgent):
             self._has_copied_keys = self._lifeline.membership.survives
             if self._has_copied_keys:
                 replacement.copy_shared_keys(self._standby_store)
+        self._report_notice()
         if self._lifeline.stop_reason and self._stop_signal is None:
-            if self._lifeline.is_leader:
+            if self._lifeline.is_leader and self._notice is None:
                 _print_over_progress(self._lifeline.stop_reason)
-            self._stop_signal = signal.SIGTERM
+            self._stop_signal = self._notice or signal.SIGTERM
             self._forward_stop_signal()
 
     def _report_changed_nodes(self) -> None:
         """On the leader, say who makes up the world once nodes were lost, and after each change."""
         known = self._lifeline.committed
         nodes = sorted(known.members)
-        if self._lifeline.is_leader and known.lost_hosts and nodes != self._reported_nodes:
+        if self._lifeline.is_leader and known.has_lost_nodes and nodes != self._reported_nodes:
             self._reported_nodes = nodes
-            self._job.report_nodes(nodes)
+            self._job.report_nodes(nodes, list(known.left_nodes))
 
     def _publish_round(self, newest: Round) -> None:
         """Tell the ranks of this node of a round. First what it is, then that it is there."""
@@ -717,14 +752,38 @@ class NodeAgent(SimpleElasticAgent):
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Forward a stop signal to the workers. The ranks agree on a step, save and exit; a second
-        Ctrl-C does not wait for that."""
+        Ctrl-C does not wait for that. A signal that no person has typed may mean this node alone,
+        which then leaves."""
         self._interrupts += number == signal.SIGINT
         if self._interrupts >= 2:
             self._kill_all_workers()
             print("\x1b[?25h\nstopped at once; the last snapshot is intact", file=sys.stderr)
             os._exit(ExitCode.INTERRUPTED)
+        if number != signal.SIGINT and self._stop_signal is None and self._may_be_spared:
+            self._notice = self._notice or signal.Signals(number)
+            return
         self._stop_signal = self._stop_signal or signal.Signals(number)
         self._forward_stop_signal()
+
+    @property
+    def _may_be_spared(self) -> bool:
+        """Whether the others could go on without this node."""
+        known = self._lifeline.membership
+        return known.survives and any(
+            m.node != self._lifeline.own.node for m in known.list_holders()
+        )
+
+    def _report_notice(self) -> None:
+        """Tell the leader of a stop signal that may mean this node alone. Where the others cannot
+        go on without it, it means all."""
+        if self._notice is None or self._stop_signal is not None or self._is_leaving:
+            return
+        if not self._may_be_spared:
+            self._stop_signal = self._notice
+            self._forward_stop_signal()
+        elif time.monotonic() - self._noticed_s > _NOTICE_INTERVAL_S:
+            self._noticed_s = time.monotonic()
+            self._lifeline.report_notice(self._notice.name)
 
     def _forward_stop_signal(self) -> None:
         """Send the stop signal once to each worker, also to one that starts later. A signal handler

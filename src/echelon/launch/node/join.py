@@ -19,7 +19,7 @@ from echelon.launch.node.service import (
     print_failure,
     run_node,
 )
-from echelon.launch.plan import NodeSpec
+from echelon.launch.plan import NodeSpec, ReportNodes
 from echelon.launch.registry import make_launcher
 from echelon.runs.failure import Failure
 from echelon.runs.run_folder import Run
@@ -35,7 +35,7 @@ def join_run(
     procs: int | None = None,
     on_port: Callable[[int], None] | None = None,
     report_failure: Callable[[Failure], None] = print_failure,
-    report_nodes: Callable[[list[int]], None] = lambda nodes: None,
+    report_nodes: ReportNodes = lambda nodes, left_nodes: None,
 ) -> int:
     """Take part in the run of this folder as one of `nodes` nodes, spares included; returns the
     exit code of the run.
@@ -43,7 +43,7 @@ def join_run(
     `find_master` returns HOST:PORT of node 0, and may wait until that is known. `rank` is the
     number of this node; by default the launcher reads it from the variables. `on_port` is called
     with the port of the leader's store once it is open, `report_failure` with the first failure of
-    the world, and `report_nodes` with the nodes that go on where one is lost, each on the leader.
+    the world, and `report_nodes` with the nodes that go on where one is gone, each on the leader.
     """
     run = Run(Path(folder))
     if not run.config_file.exists():

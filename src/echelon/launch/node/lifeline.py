@@ -7,7 +7,8 @@ which round comes next, and tells everybody at once. torch's store cannot do thi
 when a client is gone.
 
 Every agent stands by to lead. Where the leader is lost the others hold an election: the lowest node
-that still lives leads, if a majority of the nodes connects to it and accepts.
+that still lives leads, if a majority of the nodes connects to it and accepts. A leader that is to
+leave on purpose resigns first: the same election, in which it takes part.
 """
 
 from __future__ import annotations
@@ -74,6 +75,14 @@ class LostNode(NamedTuple):
 
     member: Member
     failure: Failure
+
+
+class Notice(NamedTuple):
+    """A stop signal that reached one node."""
+
+    signal: str
+    since_s: float
+    """time.monotonic() of the leader."""
 
 
 class SlotAssignment(NamedTuple):
@@ -156,7 +165,11 @@ class Lifeline:
         self._pledges: dict[int, Message] = {}
         """Node → how it introduced itself to this one, which does not lead yet."""
         self.is_electing = False
-        """Whether the leader is lost, and no other one found yet."""
+        """Whether the leader is lost or has resigned, and no other one found yet."""
+        self.is_handed_over = False
+        """Whether this node leads since the leader before it has resigned: no rank was lost."""
+        self.is_released = False
+        """Whether this node was to leave on purpose, and the others go on without its ranks."""
 
         self._attempt = 0
         self._failures: dict[int, Failure] = {}
@@ -166,6 +179,7 @@ class Lifeline:
         self._hung_ranks: dict[int, HungRank] = {}
         self._losses: deque[tuple[int, RankLoss]] = deque()
         self._lost_nodes: deque[LostNode] = deque()
+        self._notices: dict[int, Notice] = {}
         self._replacements: dict[int, dict[int, int]] = {}
         self._rounds: dict[int, Round] = {}
         self._done: dict[int, dict[int, int]] = {}
@@ -423,10 +437,77 @@ class Lifeline:
         """Return the ranks that this spare was given."""
         return self._assignment
 
+    def list_vacancies(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """On the leader: return the places that no node has, each with its slots, once every loss
+        of a node was taken."""
+        with self._lock:
+            return () if self._lost_nodes else self.membership.vacancies
+
     def request_stop(self, reason: str) -> None:
         """On the leader: have all ranks save and end, as at a stop signal."""
         self.stop_reason = self.stop_reason or reason
         self._send_to_all({"stop": reason})
+
+    # --- nodes that leave on purpose; see `rank_replacement.py` ---
+
+    def retire(self, node: int, reason: str) -> None:
+        """Have a node leave on purpose; any node may ask for it. From a step boundary on the others
+        go on without its ranks, which a spare takes over, if there is one. `reason` is shown to
+        people: "too slow". While no node can be spared (`membership.survives`), it stays."""
+        self._send_to_leader({"retire": node, "reason": reason})
+
+    def _mark_leaving(self, node: int, reason: str) -> None:
+        with self._lock:
+            member = self.membership.members.get(node)
+            if member is not None and not member.leaving:
+                leaving = replace(member, leaving=reason or "asked to")
+                self._change_membership(self.membership.add(leaving))
+
+    def report_notice(self, signal_name: str) -> None:
+        """Tell the leader that this node was sent a stop signal. It finds out whether it is a
+        notice to this node alone, or to all. To be called again until it has."""
+        self._send_to_leader({"notice": signal_name})
+
+    def get_notices(self) -> dict[int, Notice]:
+        """Return the nodes that were sent a stop signal, on the leader."""
+        return dict(self._notices)
+
+    def release(self, node: int) -> None:
+        """On the leader: let a leaving node go, now that the others go on without its ranks."""
+        with self._lock:
+            self._change_membership(self.membership.remove(node))
+        if self._server is not None:
+            self._server.send(node, {"released": True})
+
+    def set_wanted_nodes(self, count: int) -> None:
+        """On the leader: say how many nodes are to run ranks."""
+        with self._lock:
+            self._change_membership(replace(self.membership, wanted_nodes=count))
+
+    def resign(self) -> bool:
+        """On the leader: have another node lead; returns whether there is one that may."""
+        with self._lock:
+            known = self.membership
+            others = [m for m in known.members.values() if m.node != self.own.node]
+            if not any(m.place >= 0 and m.store and not m.leaving for m in others):
+                return False
+            self.is_leader, self.is_electing = False, True
+        self._send_to_all({"resigned": True})
+        self._start_election("has resigned", has_resigned=True)
+        return True
+
+    def _follow_resignation(self) -> None:
+        """The leader lives and has asked for another one."""
+        with self._lock:
+            connection, self._leader = self._leader, None
+            self.is_electing = True
+        if connection is not None:
+            connection.close()
+        self._start_election("has resigned", has_resigned=True)
+
+    def _start_election(self, how: str, has_resigned: bool = False) -> None:
+        words = (how, has_resigned)
+        threading.Thread(target=self._elect, args=words, daemon=True, name="election").start()
 
     # --- the end ---
 
@@ -492,9 +573,11 @@ class Lifeline:
         elif "accepted" in message:
             self._accept(node, int(message["accepted"]))
         elif "member" in message:
-            with self._lock:
-                self.membership = self.membership.add(Member.from_fields(message["member"]))
-                self._is_unsent = True
+            self._add_member(Member.from_fields(message["member"]))
+        elif "retire" in message:
+            self._mark_leaving(int(message["retire"]), str(message["reason"]))
+        elif "notice" in message:
+            self._notices.setdefault(node, Notice(str(message["notice"]), time.monotonic()))
         elif "signs" in message:
             self._reports[node] = HeartbeatReport(message["attempt"], message["signs"])
         elif "failure" in message:
@@ -528,8 +611,7 @@ class Lifeline:
             if is_late and self.membership.survives and self._server is not None:
                 self._server.drop(node)  # its ranks count as lost: it has to end
                 return
-            self.membership = self.membership.add(member)
-            self._is_unsent = True
+            self._add_member(member)
         for attempt, fields in message["rounds"]:
             known, told = self._rounds.get(attempt), Round.from_fields(fields)
             if known is None or told.number > known.number:
@@ -558,6 +640,10 @@ class Lifeline:
             self._assignment = told._replace(slots=tuple(told.slots))
         elif "stop" in message:
             self.stop_reason = str(message["stop"])
+        elif "resigned" in message:
+            self._follow_resignation()
+        elif "released" in message:
+            self.is_released = True
         elif "ended" in message:
             self._ended[message["attempt"]] = int(message["ended"])
         elif "ending" in message:
@@ -573,6 +659,14 @@ class Lifeline:
     def committed(self) -> Membership:
         """The newest membership that counts."""
         return self._committed
+
+    def _add_member(self, member: Member) -> None:
+        """Take in a node, or what it says of itself. It need not know that it is to leave."""
+        with self._lock:
+            known = self.membership.members.get(member.node)
+            leaving = known.leaving if known is not None else ""
+            self.membership = self.membership.add(replace(member, leaving=leaving))
+            self._is_unsent = True
 
     def _change_membership(self, changed: Membership) -> None:
         """Make a membership the newest one, and send it to all at once."""
@@ -644,7 +738,7 @@ class Lifeline:
     def _on_connection_lost(self, connection: LeaderConnection, how: str) -> None:
         """The leader is lost, or a node that this one would have followed."""
         with self._lock:
-            if self._is_over or connection is not self._leader:
+            if self._is_over or self.is_released or connection is not self._leader:
                 return
             self._leader = None
             if self._attempt in self._ended or self.over_code is not None:
@@ -659,18 +753,17 @@ class Lifeline:
             self._on_ended(make_node_lost_failure(first, how, self._report.heartbeats or []))
             return
         self.on_leader_lost()
-        threading.Thread(target=self._elect, args=(how,), daemon=True, name="election").start()
+        self._start_election(how)
 
-    def _elect(self, how: str) -> None:
-        """Follow the lowest node that lives, or lead."""
+    def _elect(self, how: str, has_resigned: bool = False) -> None:
+        """Follow the lowest node that lives, or lead. A leader that has resigned takes part."""
         before = self.membership
         lost = before.members[before.leader]
-        # A spare does not lead: it has no ranks, and knows of no round.
-        others = {n for n in before.members if n != lost.node}
-        candidates = sorted(n for n in others if before.members[n].place >= 0)
+        others = {n for n in before.members if n != lost.node or has_resigned}
+        candidates = [n for n in _list_candidates(before) if n != lost.node]
         for node in candidates if before.has_quorum(others) else ():
             if node == self.own.node:
-                if self._try_to_lead(how):
+                if self._try_to_lead(how, has_resigned):
                     return
                 break  # the nodes after this one would have come
             if self._try_to_follow(before.members[node]):
@@ -703,7 +796,7 @@ class Lifeline:
         connection.close()
         return False
 
-    def _try_to_lead(self, how: str) -> bool:
+    def _try_to_lead(self, how: str, has_resigned: bool) -> bool:
         """Wait for a majority of the nodes, and lead them; returns whether they follow."""
         deadline = time.monotonic() + self._silence_s + _ELECTION_SLACK_S
         late_deadline = math.inf
@@ -713,7 +806,7 @@ class Lifeline:
             if not newest.has_quorum(present):
                 continue
             late_deadline = min(late_deadline, time.monotonic() + _LATE_NODES_S)
-            missing = set(newest.members) - present - {newest.leader}
+            missing = set(newest.members) - present - (set() if has_resigned else {newest.leader})
             if not missing or time.monotonic() > late_deadline:
                 return self._lead(newest, present, how)
         return False
@@ -727,14 +820,18 @@ class Lifeline:
     def _lead(self, before: Membership, present: set[int], how: str) -> bool:
         """Have a quorum accept this node as the leader; returns whether it does."""
         pledges = {n: p for n, p in list(self._pledges.items()) if n in present}
-        members = {n: Member.from_fields(p["member"]) for n, p in pledges.items()}
-        members[self.own.node] = self.own
-        gone = [m for n, m in before.members.items() if n not in members]
-        lost_hosts = before.lost_hosts + tuple(m.host for m in gone)
+        here = [Member.from_fields(p["member"]) for p in pledges.values()] + [self.own]
+        gone = [m for m in before.members.values() if m.node not in present]
+        epoch = before.epoch + 1
         with self._lock:
-            self._committed = before
-            self.membership = Membership(before.epoch + 1, self.own.node, members, True, lost_hosts)
-        epoch = self.membership.epoch
+            self._committed = self.membership = before
+            for member in gone:
+                self.membership = self.membership.remove(member.node)
+            for member in here:
+                self._add_member(member)
+            self.membership = replace(
+                self.membership, epoch=epoch, leader=self.own.node, survives=True
+            )
         self._send_to_all({"membership": self.membership.to_fields()})
         if not _wait_until(
             lambda: before.has_quorum(self._list_accepting(epoch)), _ACCEPT_TIMEOUT_S
@@ -748,6 +845,7 @@ class Lifeline:
                     self._lost_nodes.append(
                         LostNode(member, make_node_lost_failure(member, reason, []))
                     )
+            self.is_handed_over = before.leader in present
             self.is_leader, self.is_electing = True, False
             self.leader_changes += 1
         for message in self._state.to_messages():
@@ -756,6 +854,13 @@ class Lifeline:
             self._welcome(node, pledge)
         self._pledges.clear()
         return True
+
+
+def _list_candidates(known: Membership) -> list[int]:
+    """Return the nodes that may lead, in the order in which they are asked to. A spare does not:
+    it has no ranks, and knows of no round. One that is about to leave comes last."""
+    candidates = [m for m in known.members.values() if m.place >= 0]
+    return [m.node for m in sorted(candidates, key=lambda m: (bool(m.leaving), m.node))]
 
 
 def make_node_lost_failure(member: Member, how: str, heartbeats: RankHeartbeats) -> Failure:

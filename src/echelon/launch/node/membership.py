@@ -7,6 +7,9 @@ Two sides can never both have that, so they never both train.
 That holds for changes too: a membership counts only once a quorum of the one before it has accepted
 it. Otherwise a node that has not heard of a change could make a majority of the old membership
 complete, while the leader has a majority of the new one.
+
+A node may also leave on purpose. Then it is marked as leaving until the others go on without its
+ranks, and only then removed: it is nobody's loss.
 """
 
 from __future__ import annotations
@@ -32,6 +35,13 @@ class Member:
     took; -1: it is a spare."""
     slots: tuple[int, ...] = ()
     """The ranks that it runs, by their numbers in round 0."""
+    leaving: str = ""
+    """Why it is about to leave on purpose, if it is."""
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether it waits to be given ranks."""
+        return self.place < 0 and not self.leaving
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Member:
@@ -50,6 +60,17 @@ class Membership:
     """Whether the ranks could go on without a node."""
     lost_hosts: tuple[str, ...] = ()
     """The hosts of all nodes that were lost since the beginning."""
+    left_nodes: tuple[int, ...] = ()
+    """All nodes that have left on purpose."""
+    vacancies: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Places that no node has, each with its slots."""
+    wanted_nodes: int = 0
+    """So many nodes are to run ranks, as far as there are any; 0: as many as at the beginning."""
+
+    @property
+    def has_lost_nodes(self) -> bool:
+        """Whether nodes of the beginning may be missing."""
+        return bool(self.lost_hosts or self.left_nodes)
 
     def to_fields(self) -> dict[str, Any]:
         return asdict(self) | {"members": [asdict(m) for m in self.members.values()]}
@@ -58,18 +79,33 @@ class Membership:
     def from_fields(cls, fields: Mapping[str, Any]) -> Membership:
         """Return the membership with the fields that `to_fields` made of it."""
         members = map(Member.from_fields, fields["members"])
-        parts = {"members": {m.node: m for m in members}, "lost_hosts": tuple(fields["lost_hosts"])}
+        vacancies = ((int(place), tuple(slots)) for place, slots in fields["vacancies"])
+        parts = {
+            "members": {m.node: m for m in members},
+            "lost_hosts": tuple(fields["lost_hosts"]),
+            "left_nodes": tuple(fields["left_nodes"]),
+            "vacancies": tuple(vacancies),
+        }
         return cls(**{**fields, **parts})
 
     def add(self, member: Member) -> Membership:
         """Return the next membership, with a node that is new or has changed."""
-        return replace(self, epoch=self.epoch + 1, members={**self.members, member.node: member})
+        vacancies = tuple(v for v in self.vacancies if v[0] != member.place)
+        members = {**self.members, member.node: member}
+        return replace(self, epoch=self.epoch + 1, members=members, vacancies=vacancies)
 
     def remove(self, node: int) -> Membership:
-        """Return the next membership, without a node."""
-        left = {n: m for n, m in self.members.items() if n != node}
-        lost = self.lost_hosts + tuple(m.host for n, m in self.members.items() if n == node)
-        return replace(self, epoch=self.epoch + 1, members=left, lost_hosts=lost)
+        """Return the next membership, without a node that is lost, or has left on purpose."""
+        gone = self.members.get(node)
+        rest = {n: m for n, m in self.members.items() if n != node}
+        changed = replace(self, epoch=self.epoch + 1, members=rest)
+        if gone is None:
+            return changed
+        if gone.slots:
+            changed = replace(changed, vacancies=(*self.vacancies, (gone.place, gone.slots)))
+        if gone.leaving:
+            return replace(changed, left_nodes=(*self.left_nodes, node))
+        return replace(changed, lost_hosts=(*self.lost_hosts, gone.host))
 
     def has_quorum(self, nodes: Collection[int]) -> bool:
         """Return whether these nodes may go on without the rest."""
@@ -83,5 +119,5 @@ class Membership:
 
     def find_spare(self, procs: int) -> Member | None:
         """Return the first node that runs no ranks and has room for so many."""
-        spares = (m for n, m in sorted(self.members.items()) if m.place < 0 and m.procs >= procs)
+        spares = (m for n, m in sorted(self.members.items()) if m.is_spare and m.procs >= procs)
         return next(spares, None)

@@ -7,6 +7,10 @@ store; as soon as it does, the leader plans a round with all ranks again.
 
 A lost node is the loss of all its ranks. The leader gives them to a spare, whose agent starts their
 replacements; without a spare the others go on alone.
+
+A node that leaves on purpose finishes its step: the leader plans a round without its ranks, and
+lets it go once that round is formed. Nodes leave one after another, so that a state that the ranks
+hold together is never on leaving ones alone. A leader that is to leave resigns before.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from echelon.errors import ExitCode
 from echelon.launch.node.lifeline import Lifeline, LostNode, RankLoss, SlotAssignment
+from echelon.launch.node.membership import Member
 from echelon.launch.node.round_keeper import RoundKeeper
 from echelon.launch.node.round_recorder import RoundRecorder
 from echelon.runs.failure import SUPERSEDED_ROUND, Failure
@@ -28,6 +33,9 @@ from echelon.world.rounds import Round, RoundStore, format_slots, get_round_pref
 from echelon.world.sealed_store import SealedStore
 
 _INCARNATIONS_PER_EPOCH = 1000
+_NOTICE_WINDOW_S = 3.0
+"""Within so long a stop signal to the whole run has reached all of its nodes. Were it later, nodes
+would leave one by one, and the last ones would save and end."""
 _SHARED_KEYS = ("config",)
 """Of round 0: what a replacement compares itself with."""
 
@@ -76,8 +84,8 @@ class RankReplacement:
         computes wrong numbers, as the process before it did, counts as many as there may be."""
         self._keeper: RoundKeeper | None = None
         """Present on the node that leads."""
-        self._orphans: dict[int, tuple[int, ...]] = {}
-        """Number of a lost node → its slots, which no node runs."""
+        self._formed_number = -1
+        """Of a round that is known to be formed, though the store does not know it."""
         self._recorder = RoundRecorder(run, time.monotonic())
         self._first_incarnation = first_incarnation
         self._incarnations: dict[int, int] = {}
@@ -188,6 +196,8 @@ class RankReplacement:
         if self._keeper is None:
             newest = self._lifeline.find_round(self._attempt) or self._first_round
             self._keeper = RoundKeeper(self._world_size, self._limits.max_losses, newest)
+            if self._lifeline.is_handed_over:  # a leader resigns in a round that is formed
+                self._formed_number = newest.number
         return self._keeper
 
     def _decide(self, keeper: RoundKeeper, step: int, done_slots: Collection[int]) -> None:
@@ -199,6 +209,7 @@ class RankReplacement:
             self._lifeline.void_replacements(self._attempt, lost.member.slots)
             losses.append(RankLoss(list(lost.member.slots), lost.failure))
         if losses:
+            self._formed_number = -1
             known = keeper.current
             slots = {slot for loss in losses for slot in loss.slots}
             reason = "; ".join(describe_loss(loss.failure) for loss in losses)
@@ -211,14 +222,20 @@ class RankReplacement:
                 self._begin(decided)
                 hosts = [loss.failure.host for loss in losses]
                 self._recorder.begin(decided, slots, (), time.monotonic(), hosts)
-        self._place_orphans(lost_nodes)
+        self._fill_vacancies(keeper)
+        self._stop_below_minimum(bool(lost_nodes))
+        self._answer_notices()
+        if self._is_formed(keeper.current):
+            self._let_nodes_go(keeper)
+        if not self._lifeline.is_leader:
+            return  # it has resigned
         waiting = [
             slot
             for slot, incarnation in self._lifeline.get_replacements(self._attempt).items()
             if slot in keeper.absent and self._rounds.has_offer(slot, incarnation)
         ]
         # Not before all are in the current round: a rank on its way there would skip it.
-        if waiting and self._rounds.is_formed(keeper.current):
+        if waiting and self._is_formed(keeper.current):
             planned = keeper.take_back(waiting)
             self._begin(planned)
             self._recorder.begin(planned, (), waiting, time.monotonic())
@@ -268,25 +285,85 @@ class RankReplacement:
                 self._run.membership_file, about | {"lost_hosts": known.lost_hosts}
             )
 
-    def _place_orphans(self, lost_nodes: list[LostNode]) -> None:
-        """Give the ranks of lost nodes to spares; without one, end where too few nodes are left."""
-        for lost in lost_nodes:
-            if lost.member.slots:
-                self._orphans[lost.member.place] = lost.member.slots
-        for place, slots in list(self._orphans.items()):
+    def _fill_vacancies(self, keeper: RoundKeeper) -> None:
+        """Give the ranks of nodes that are gone to spares."""
+        for place, slots in self._lifeline.list_vacancies():
             known = self._lifeline.membership
+            staying = [m for m in known.list_holders() if not m.leaving]
+            is_full = 0 < known.wanted_nodes <= len(staying)
+            if is_full or not keeper.absent >= set(slots):
+                continue
             if (spare := known.find_spare(len(slots))) is None:
                 continue
-            del self._orphans[place]
             first = known.epoch * _INCARNATIONS_PER_EPOCH
             print(f"{spare.host} takes over {format_slots(slots)}", file=sys.stderr, flush=True)
             self._lifeline.assign(
                 spare.node, SlotAssignment(self._attempt, place, slots, self._world_size, first)
             )
+
+    def _stop_below_minimum(self, has_lost_nodes: bool) -> None:
         count = len(self._lifeline.membership.list_holders())
-        if lost_nodes and count < self._limits.min_nodes:
+        if has_lost_nodes and count < self._limits.min_nodes:
             least = f"launch.min_nodes={self._limits.min_nodes}"
             self._lifeline.request_stop(f"{count} nodes are left, and {least}: saving and ending")
+
+    # --- nodes that leave on purpose, on the leader ---
+
+    def _is_formed(self, round_: Round) -> bool:
+        return round_.number == self._formed_number or self._rounds.is_formed(round_)
+
+    def _answer_notices(self) -> None:
+        """Decide what a stop signal means that came to nodes. Whoever ends a run signals all of its
+        nodes; a signal to some of them is a notice that they are about to go."""
+        lifeline = self._lifeline
+        members, notices = lifeline.membership.members, lifeline.get_notices()
+        pending = {n: e for n, e in notices.items() if n in members and not members[n].leaving}
+        if not pending or lifeline.stop_reason:
+            return
+        signal_name = next(iter(pending.values())).signal
+        spared = [
+            m for m in members.values() if m.slots and not m.leaving and m.node not in notices
+        ]
+        if not spared:
+            lifeline.request_stop(f"all nodes were sent {signal_name}: saving and ending")
+        elif time.monotonic() - min(e.since_s for e in pending.values()) > _NOTICE_WINDOW_S:
+            for node, notice in pending.items():
+                lifeline.retire(node, f"it was sent {notice.signal}")
+
+    def _let_nodes_go(self, keeper: RoundKeeper) -> None:
+        """Release nodes without whose ranks the others have gone on, and plan the round without
+        those of the next one."""
+        lifeline, current = self._lifeline, set(keeper.current.slots)
+        leaving = [m for _, m in sorted(lifeline.membership.members.items()) if m.leaving]
+        others = [m for m in leaving if m.node != lifeline.own.node]
+        for member in others:
+            if not current & set(member.slots):
+                lifeline.release(member.node)
+                self._write_membership()
+        holders = [m for m in others if current & set(m.slots)]
+        if not leaving or lifeline.stop_reason or not self.can_replace():
+            return
+        staying = [m for m in lifeline.membership.list_holders() if not m.leaving]
+        if len(staying) < max(1, self._limits.min_nodes):
+            self._request_stop_for(leaving[0], len(staying))
+        elif holders:
+            planned = keeper.let_go(holders[0].slots, _describe_leaving(holders[0]))
+            assert planned is not None  # somebody stays
+            self._begin(planned)
+            self._recorder.begin(planned, (), (), time.monotonic(), left=holders[0].slots)
+        elif len(others) < len(leaving) and lifeline.resign():  # only the leader is left to leave
+            self._recorder.close(time.monotonic())
+
+    def _request_stop_for(self, leaving: Member, count: int) -> None:
+        least = f"launch.min_nodes={self._limits.min_nodes}"
+        left = f"{count} node{'s' * (count != 1)} would be left, and {least}"
+        self._lifeline.request_stop(f"{_describe_leaving(leaving)}; {left}: saving and ending")
+
+
+def _describe_leaving(member: Member) -> str:
+    """`left: node 2 (c, ranks 4, 5): the partition is needed`."""
+    ranks = f", {format_slots(member.slots)}" if member.slots else ""
+    return f"left: node {member.node} ({member.host}{ranks}): {member.leaving}"
 
 
 def describe_loss(failure: Failure) -> str:

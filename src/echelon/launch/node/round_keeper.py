@@ -48,14 +48,21 @@ class RoundKeeper:
         self._last_loss_step = max(step, self._last_loss_step)
         if not remaining or self.has_given_up:
             return None
-        count = len(remaining)
-        going_on = f"going on with {count} process{'es' if count > 1 else ''}"
-        return self._begin(remaining, is_planned=False, reason=f"{reason}; {going_on}")
+        return self._begin(remaining, is_planned=False, reason=f"{reason}; {_go_on(remaining)}")
 
     @property
     def has_given_up(self) -> bool:
         """Whether ranks were lost too often without a step between."""
         return self._losses_in_row > self.max_losses
+
+    def let_go(self, slots: Collection[int], reason: str) -> Round | None:
+        """Return the planned round without slots whose node leaves on purpose; None where nobody
+        would be left."""
+        remaining = tuple(s for s in self.current.slots if s not in slots)
+        if not remaining:
+            return None
+        self.absent |= set(slots)
+        return self._begin(remaining, is_planned=True, reason=f"{reason}; {_go_on(remaining)}")
 
     def take_back(self, slots: Collection[int]) -> Round:
         """Return the round to which these replacements belong as well."""
@@ -69,3 +76,7 @@ class RoundKeeper:
     def _begin(self, slots: tuple[int, ...], is_planned: bool, reason: str) -> Round:
         self.current = Round(self.current.number + 1, slots, is_planned, reason)
         return self.current
+
+
+def _go_on(slots: Collection[int]) -> str:
+    return f"going on with {len(slots)} process{'es' if len(slots) > 1 else ''}"

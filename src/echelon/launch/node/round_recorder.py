@@ -34,6 +34,7 @@ class _PendingRound:
     lost: tuple[int, ...]
     joined: tuple[int, ...]
     hosts: tuple[str, ...] = ()
+    left: tuple[int, ...] = ()
     formed_s: float | None = None
     """When all its ranks were known to take part."""
 
@@ -84,8 +85,10 @@ class RoundRecorder:
         joined: Collection[int],
         now_s: float,
         hosts: Collection[str] = (),
+        left: Collection[int] = (),
     ) -> None:
-        """Note that a round was decided on; `hosts` are those on which something was lost.
+        """Note that a round was decided on; `hosts` are those on which something was lost, `left`
+        the ranks whose node leaves on purpose.
 
         After a loss no round before it makes a step any more. One that was formed is written; the
         losses of one that was not are written with this one.
@@ -98,7 +101,7 @@ class RoundRecorder:
                     self._write(before, now_s, None)
             self._pending.clear()
         ranks = tuple(sorted(lost)), tuple(sorted(joined))
-        self._pending.append(_PendingRound(round_, *ranks, tuple(hosts)))
+        self._pending.append(_PendingRound(round_, *ranks, tuple(hosts), tuple(left)))
 
     def close(self, now_s: float) -> None:
         """Write what is left when the attempt has ended. A planned round that the ranks never came
@@ -121,6 +124,7 @@ class RoundRecorder:
             pending.joined if pending.formed_s is not None else (),
             pending.round.reason,
             pending.hosts,
+            pending.left if pending.formed_s is not None else (),
         )
         record_round(self._run, record)
         self._standing_since_s = until_s

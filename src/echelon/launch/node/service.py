@@ -22,7 +22,7 @@ from echelon.launch.launcher import Launcher
 from echelon.launch.node.fork_server import ForkServer
 from echelon.launch.node.lifeline import Lifeline
 from echelon.launch.node.membership import Member
-from echelon.launch.plan import NodeSpec, make_program_words
+from echelon.launch.plan import NodeSpec, ReportNodes, make_program_words
 from echelon.runs import failure as failures
 from echelon.runs.failure import Failure
 from echelon.runs.history import record_start, record_stop, record_training
@@ -64,7 +64,7 @@ def run_node(
     on_port: Callable[[int], None] | None = None,
     report_failure: Callable[[Failure], None] = print_failure,
     record_exit: Callable[[int], None] = lambda code: None,
-    report_nodes: Callable[[list[int]], None] = lambda nodes: None,
+    report_nodes: ReportNodes = lambda nodes, left_nodes: None,
 ) -> int:
     """Start this node's workers and watch them to the end; returns the exit code of the run.
 
@@ -113,7 +113,7 @@ class _NodeService:
         store: SealedStore,
         key: str,
         on_port: Callable[[int], None] | None,
-        report_nodes: Callable[[list[int]], None],
+        report_nodes: ReportNodes,
     ) -> None:
         from echelon.launch.node.rendezvous import FixedRendezvous
 
@@ -151,7 +151,7 @@ class _NodeService:
                 release_run_folder(self._run)
 
     def _run_agent(self, fork_server: ForkServer, resolve_run: ResolveRun) -> int:
-        from echelon.launch.node.agent import SpareReleased
+        from echelon.launch.node.agent import NodeLeft, SpareReleased
 
         try:
             self._open_lifeline()
@@ -164,6 +164,9 @@ class _NodeService:
         except SpareReleased as end:
             self._lifeline.leave()
             return end.code
+        except NodeLeft:
+            self._lifeline.leave()
+            return ExitCode.LEFT
         except Exception as error:  # a full disk, a store that went away: the other nodes must know
             if self._node.rank >= self._node.node_count + self._node.spares:
                 raise  # it came later, and is nobody's loss

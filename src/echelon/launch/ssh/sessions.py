@@ -202,7 +202,7 @@ class SshSessions:
                 if other is not session:
                     other.send(message)
         elif "nodes" in message:
-            self._take_members(message["nodes"])
+            self._take_members(message["nodes"], message["left"])
         elif not session.is_member:
             return
         elif "failure" in message and (self._reported_failure is None or session.node == 0):
@@ -210,12 +210,15 @@ class SshSessions:
 
     # --- hosts that are lost while the others go on ---
 
-    def _take_members(self, nodes: Sequence[int]) -> None:
-        """The leader has said which nodes go on. Of the others nothing is waited for."""
+    def _take_members(self, nodes: Sequence[int], left_nodes: Sequence[int]) -> None:
+        """The leader has said which nodes go on. Of the others nothing is waited for; those that
+        have left on purpose end by themselves."""
         self._deadline, self._failed, self._reported_failure = float("inf"), None, None
         for session in self._sessions:
             if session.node in nodes:
                 session.is_member = True
+            elif session.node in left_nodes:
+                session.is_member = False
             elif session.is_member:
                 session.is_member = False
                 self._returns[session.host_index] = time.monotonic() + _RETURN_INTERVAL_S
@@ -248,6 +251,8 @@ class SshSessions:
         if open_streams & set(session.streams) or session.process.poll() is None:
             return
         session.code = session.process.returncode
+        if session.code == ExitCode.LEFT:
+            session.is_member = False
         if not session.is_member:
             return  # the others go on without it
         if session.code in _SUCCESS_CODES:

@@ -70,6 +70,8 @@ class _NodeWatchdog:
         os.set_blocking(written, False)
         signal.set_wakeup_fd(written)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGUSR2):  # notice to this node, from outside
+            signal.signal(number, lambda number, frame: os.kill(agent, number))
 
     def watch_until_end(self) -> int:
         """Wait for the agent's end, or for that of the launcher; returns the exit code."""
@@ -151,9 +153,9 @@ def _report_port(nodes: int, port: int) -> None:
     _send_to_launcher({"meet": f"{find_reached_address(nodes, os.environ)}:{port}"})
 
 
-def _report_nodes(nodes: list[int]) -> None:
-    """Tell the launcher which nodes go on."""
-    _send_to_launcher({"nodes": nodes})
+def _report_nodes(nodes: list[int], left_nodes: list[int]) -> None:
+    """Tell the launcher which nodes go on, and which ones have left on purpose."""
+    _send_to_launcher({"nodes": nodes, "left": left_nodes})
 
 
 def _report_failure(failure: Failure) -> None:
