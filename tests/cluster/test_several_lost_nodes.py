@@ -81,6 +81,24 @@ def test_of_two_lost_nodes_a_spare_takes_the_place_of_one(
     command_line.require_nothing_left()
 
 
+def test_a_spare_takes_over_from_node_0_after_a_restart(
+    command_line: CommandLine, clean_run: Run
+) -> None:
+    """What its rank compares itself with is of the second attempt."""
+    words = ("launch.spares=1", "launch.max_restarts=1", "fault=error", "on=1", "at=25")
+    once = f"once={command_line.folder}/once"
+    world = start_world(command_line, command_line.cluster.nodes, *words, once)
+    restarted = "starting again, 1 restart(s) left"
+    until(lambda: restarted in command_line.recent_output(), START_S, "a restart")
+    command_line.wait_for_step(30)
+    kill_together(world, 0)
+    back = "rank 0 replaced: 2 processes"
+    until(lambda: back in command_line.recent_output(), START_S, "the spare has joined")
+    assert wait_for_ends(world)[1:] == [ExitCode.OK] * 2, command_line.recent_output()
+    require_same_curve(command_line.run(), clean_run)
+    command_line.require_nothing_left()
+
+
 def test_of_three_sides_the_majority_goes_on(command_line: CommandLine, clean_run: Run) -> None:
     """Three nodes and twice one. Node 0 is alone, so that the majority needs another leader."""
     a, b, c = command_line.cluster.nodes

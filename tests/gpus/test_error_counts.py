@@ -16,14 +16,14 @@ LOST, RESET = 15, 16
     [
         ({"errors": 0}, {"errors": 0}, ""),
         ({"errors": 3}, {"errors": 3}, ""),
-        ({"errors": 3}, {"errors": 5}, "GPU 1 has 2 new uncorrected memory errors"),
-        ({"rows": 0}, {"rows": 1}, "GPU 1 has 1 new rows remapped for uncorrected errors"),
-        ({"rows": 0}, {"rows": 0, "pending": 1}, "GPU 1 has 1 new pending row remappings"),
-        ({"pages": 0}, {"pages": 1}, "GPU 1 has 1 new pending page retirements"),
+        ({"errors": 3}, {"errors": 5}, "GPU 1: uncorrected memory errors rose from 3 to 5"),
+        ({"rows": 0}, {"rows": 1}, "GPU 1: rows remapped for uncorrected errors rose from 0 to 1"),
+        ({"rows": 0}, {"rows": 0, "pending": 1}, "GPU 1: pending row remappings rose from 0 to 1"),
+        ({"pages": 0}, {"pages": 1}, "GPU 1: pending page retirements rose from 0 to 1"),
         ({}, {}, ""),
         ({}, {"errors": 7}, ""),  # what they were at first is not known
-        ({"errors": 0}, {"code": LOST}, "GPU 1 lost: reboot or reset"),
-        ({"errors": 0}, {"code": RESET}, "GPU 1 needs a reset: nvidia-smi --gpu-reset"),
+        ({"errors": 0}, {"code": LOST}, "GPU 1: lost: reboot or reset"),
+        ({"errors": 0}, {"code": RESET}, "GPU 1: needs a reset: nvidia-smi --gpu-reset"),
         ({"code": LOST}, {"code": LOST}, ""),
         ({"errors": 0}, {"errors": "-"}, ""),
     ],
@@ -67,7 +67,7 @@ def test_a_slice_has_the_errors_of_its_gpu(make_driver: MakeDriver) -> None:
     driver.set(gpu(0, errors=1), gpu(1, errors=0, mig=1), *parts)
     assert counts.find_new_errors() == ""
     driver.set(gpu(0, errors=1), gpu(1, errors=1, mig=1), *parts)
-    assert counts.find_new_errors() == "GPU 1 has 1 new uncorrected memory errors"
+    assert counts.find_new_errors() == "GPU 1: uncorrected memory errors rose from 0 to 1"
     counts.close()
 
 

@@ -44,12 +44,12 @@ class GpuErrorCounts:
                 counts = device.read_error_counts()
             except NvmlError as error:
                 if known is not None and error.code in (LOST, RESET_REQUIRED):
-                    return f"GPU {index} {GPU_FAULTS[error.code]}"
+                    return f"GPU {index}: {GPU_FAULTS[error.code]}"
                 continue
             first = self._first_counts.setdefault(index, counts)
             for name, value in counts.items():
-                if (new := value - first.setdefault(name, value)) > 0:
-                    return f"GPU {index} has {new} new {name}"
+                if value > (before := first.setdefault(name, value)):
+                    return f"GPU {index}: {name} rose from {before} to {value}"
         return ""
 
 
