@@ -85,6 +85,16 @@ def test_a_machine_that_is_at_fault_twice(run: Run) -> None:
     assert read_machines(run) == [BadMachine(0.0, "b", reason, 6, True, "c")]
 
 
+def test_a_machine_that_is_alone_is_not_counted(run: Run) -> None:
+    lifeline = Lifeline(Member(0, "a", place=0, slots=(0, 1)))
+    judge = MachineJudge(lifeline, run, max_faults=2, min_nodes=1)
+    for _ in range(2):
+        lose(judge, "a", 1)
+        judge.judge_all(5, can_replace=True)
+    assert lifeline.membership.faults == ()
+    assert read_machines(run) == []
+
+
 def test_a_slow_machine_is_replaced_only_by_a_spare(run: Run) -> None:
     slow = SlowMachine("b", 1, 2.5, 300.0)
     lifeline = make_lifeline()

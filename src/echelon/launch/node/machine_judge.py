@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 
 from echelon.launch.node.bad_machines import (
     Verdict,
@@ -34,9 +34,12 @@ class MachineJudge:
         """Machines of which it was said that they stay."""
         self._newest_step = 0
 
-    def count_losses(self, losses: Iterable[RankLoss], absent: Collection[int]) -> None:
-        """Count what machines are at fault for; `absent` are the ranks that were lost before."""
-        for failure in list_new_faults(self._lifeline.membership, losses, absent):
+    def count_losses(self, losses: Sequence[RankLoss], absent: Collection[int]) -> None:
+        """Count what machines are at fault for; `absent` are the ranks that were lost before. One
+        that is alone cannot be compared with others."""
+        known = self._lifeline.membership
+        hosts = {m.host for m in known.members.values()} | {loss.failure.host for loss in losses}
+        for failure in list_new_faults(known, losses, absent) if len(hosts) > 1 else ():
             self._lifeline.count_fault(failure.host, failure.summary)
 
     def judge_all(self, step: int, can_replace: bool, slow: SlowMachine | None = None) -> None:
