@@ -102,6 +102,7 @@ ASKING_FOR_A_LAUNCHER = {
     "runs/create.py": "a run says where it will be before its launcher has started it",
     "runs/status.py": "only Slurm knows whether a recorded job is still queued",
     "jobs/stacks.py": "hosts of ssh may have a folder of their own, a run in one process no agent",
+    "jobs/scale.py": "only some launchers have nodes that can join or leave",
     "jobs/cancel.py": "a job is cancelled by scancel, a process by a signal",
     "python_api.py": "a job is queued, or its agent is started in the background here",
     "submission/enqueue.py": "sbatch is asked before anything is copied",

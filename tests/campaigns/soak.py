@@ -75,7 +75,8 @@ def _soak(cluster: TestCluster, disk: Path, args: Any, epochs: int) -> dict[str,
     hosts = f"launch.hosts=[{','.join(cluster.nodes)}]"
     launch = ["launch=ssh", "launch.procs=2", f"launch.ssh='ssh -F {cluster.ssh_config}'", hosts]
     pace = [f"trainer.epochs={epochs}", f"pause_s={_STEP_S}", "launch.hang_s=5"]
-    pace.append(f"launch.silence_s={args.silence_s:g}")
+    # The faults are ours, not those of the machines they happen on.
+    pace += [f"launch.silence_s={args.silence_s:g}", "launch.max_node_faults=0"]
     scene = _Scene(cluster, disk, [*launch, *pace], random.Random(args.seed))
     scene.wait_for_progress()
     counts = scene.break_until_over(args.faults, args.every_s)

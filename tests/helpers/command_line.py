@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,14 +61,20 @@ class CommandLine:
         return self.start(*words, on=on, **variables).wait(limit_s)
 
     def env_world(
-        self, *words: str, port: int, nodes: int = 2, **variables: str
+        self,
+        *words: str,
+        port: int,
+        nodes: int = 2,
+        hosts: Sequence[str] = (),
+        **variables: str,
     ) -> list[RunningCommand]:
-        """The same command on each node, as `launch=env` wants it."""
-        hosts = self.cluster.nodes[:nodes]
+        """The same command on each node, as `launch=env` wants it. A host that is named twice has
+        two nodes."""
+        hosts = hosts or self.cluster.nodes[:nodes]
         same = {
             "MASTER_ADDR": hosts[0],
             "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(nodes),
+            "WORLD_SIZE": str(len(hosts)),
             **variables,
         }
         return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ class LoopSettings(Settings):
     dropout: float = 0.0
     slow_on: int = -1
     """A rank whose steps take longer than those of all others, of `layers`."""
+    slow_host: str = ""
+    """A machine of which this is so."""
 
 
 class NoisySamples(Dataset[tuple[Tensor, Tensor]]):
@@ -172,7 +175,8 @@ class Layers(nn.Sequential):
         layers = [nn.Linear(8, width), *(nn.Linear(width, width) for _ in range(2))]
         super().__init__(*layers, nn.Linear(width, 1))
         self.trap = Trap(cfg)
-        self.is_slow = int(os.environ["RANK"]) == cfg.slow_on
+        is_slow_host = socket.gethostname() == cfg.slow_host
+        self.is_slow = is_slow_host or int(os.environ["RANK"]) == cfg.slow_on
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:

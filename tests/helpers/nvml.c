@@ -5,9 +5,11 @@
    driver 550.54.15
    cuda 12040
    gpu  name=NVIDIA_H200 uuid=GPU-0 use=97 total=1 used=1 reserved=0 temp=64 power=612000 limit=700000
-        fan=30 code=15 handle=15 lists=4 wide=1 grow=1 mig=1 capability=90 errors=1
+        fan=30 code=15 handle=15 lists=4 wide=1 grow=1 mig=1 capability=90 errors=1 rows=1
+        pending=1 pages=1
         (- or nothing: not supported; code: of every question; handle: of getting hold of it;
-        lists: of its process lists; wide: entries of 32 bytes; grow: more have come
+        lists: of its process lists; rows, pending: remapped for
+        uncorrected errors, and still to be; pages: still to be retired; wide: entries of 32 bytes; grow: more have come
         when the list is asked for)
    slice of=0 name=NVIDIA_H200_MIG_3g.71gb uuid=MIG-0 total=1 used=1
    process on=0 pid=1 memory=1 slice=0 draws=1 once=1
@@ -29,7 +31,7 @@ enum { MOST = 512 };
 typedef struct {
   char name[96], uuid[96];
   long long use, total, used, reserved, temp, power, limit, fan, code, handle, lists, wide, grow, mig;
-  long long capability, errors;
+  long long capability, errors, rows, pending, pages;
   int parent; /* of a slice; -1 of a GPU */
 } Device;
 typedef struct { long long on, pid, memory, slice, draws, once, told; } Process;
@@ -69,6 +71,8 @@ static Device device(char *line, int parent) {
   d.lists = number(line, "lists", OK), d.wide = number(line, "wide", 0);
   d.grow = number(line, "grow", 0), d.mig = number(line, "mig", 0);
   d.capability = number(line, "capability", 90), d.errors = number(line, "errors", ABSENT);
+  d.rows = number(line, "rows", ABSENT), d.pending = number(line, "pending", 0);
+  d.pages = number(line, "pages", ABSENT);
   return d;
 }
 static void read_scene(void) {
@@ -128,10 +132,16 @@ int nvmlDeviceGetCudaComputeCapability(Device *d, int *major, int *minor) {
 }
 int nvmlDeviceGetTotalEccErrors(Device *d, int type, int counter, unsigned long long *out) {
   if (type != 1 || counter != 0) return INVALID; /* uncorrected, since the driver was loaded */
+  read_scene();
   if (d->code || d->errors == ABSENT) return d->code ? d->code : NOT_SUPPORTED;
   *out = d->errors;
   return OK;
 }
+int nvmlDeviceGetRemappedRows(Device *d, unsigned *corrected, unsigned *rows, unsigned *pending, unsigned *failed) {
+  *corrected = *failed = 0, *pending = d->pending;
+  return tell(d, d->rows, rows);
+}
+int nvmlDeviceGetRetiredPagesPendingStatus(Device *d, unsigned *out) { return tell(d, d->pages, out); }
 int nvmlDeviceGetIndex(Device *d, unsigned *out) { return tell(d, d - gpus, out); }
 int nvmlDeviceGetEncoderUtilization(Device *d, unsigned *out, unsigned *period) { *period = 0; return tell(d, 0, out); }
 int nvmlDeviceGetDecoderUtilization(Device *d, unsigned *out, unsigned *period) { *period = 0; return tell(d, 0, out); }

@@ -231,6 +231,31 @@ def test_show_names_machines_that_were_slow(capsys: pytest.CaptureFixture[str]) 
     ]
 
 
+def test_show_names_machines_that_were_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    def machine(at: float, host: Any, step: Any, **fields: Any) -> Any:
+        known = {"event": "machine", "time": STARTED + at, "host": host, "step": step}
+        return known | {"reason": "2 faults", "is_left_out": True} | fields
+
+    run = make_run(Path("runs"), "a", lines())
+    write_history(
+        run,
+        *(start(0), train(5, 0), machine(10, "b", 10, replaced_by="c")),
+        *(machine(11, 7, 10), machine(12, "d", None), stop(45, 40)),
+        *(start(48, attempt=1), train(50, 20), machine(60, "c", 30, reason="GPU 0 lost")),
+        machine(61, "a", 31, is_left_out=False, kept_because="0 nodes would be left"),
+        stop(72, 40, "finished"),
+    )
+    out = " ".join(echelon(capsys, "show", "a")[1].split())
+    b, c = "b after step 10 (2 faults): c took over", "c after step 30 (GPU 0 lost): no other"
+    assert f"left out {b}; {c} took over" in out
+    assert "kept a after step 31 (2 faults), since 0 nodes would be left" in out
+    said = json.loads(echelon(capsys, "show", "a", "--json")[1])["accounting"]["bad_machines"]
+    assert [(m["phase"], m["host"], m["is_left_out"], m["replaced_by"]) for m in said] == [
+        *((0, "b", True, "c"), (1, "c", True, "")),
+        (1, "a", False, ""),
+    ]
+
+
 def test_show_has_a_row_for_each_cause(capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(Path("runs"), "a", lines())
     reason = "lost rank 1 on b after step 10: killed by SIGKILL; going on with 2 processes"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon.config.schema import LaunchConfig
-from echelon.config.validate import LAUNCHER_ONLY_KEYS
+from echelon.config.validate import LAUNCHER_ONLY_KEYS, SEVERAL_NODES_KEYS
 from echelon.errors import EchelonError, Fault, suggest_nearest
 from echelon.utils.os_errors import format_os_error_reason
 
@@ -58,7 +58,7 @@ class FileDefaults:
         if kind == "inline":
             other |= {"procs", "max_restarts"}
         if kind in ("inline", "local"):
-            other |= {"spares", "min_nodes"}
+            other |= set(SEVERAL_NODES_KEYS)
         return {k: v for k, v in self.launch.items() if k.removeprefix("launch.") not in other}
 
 

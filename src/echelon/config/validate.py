@@ -164,6 +164,8 @@ def _check_ranges(config: Config) -> Iterator[Fault]:
         "launch.hang_s": (launch.hang_s, 0),
         "launch.spares": (launch.spares, 0),
         "launch.min_nodes": (launch.min_nodes, 1),
+        "launch.max_node_faults": (launch.max_node_faults, 0),
+        "launch.replace_slow_s": (launch.replace_slow_s, 0),
         "launch.silence_s": (launch.silence_s, 5),
         "launch.slow_s": (launch.slow_s, 0),
         "launch.nodes": (launch.nodes, 1),
@@ -395,6 +397,8 @@ LAUNCHER_ONLY_KEYS = {
     ),
 }
 """Settings that only one launcher reads."""
+SEVERAL_NODES_KEYS = ("spares", "min_nodes", "max_node_faults", "replace_slow_s")
+"""Settings that launchers of one machine do not read."""
 
 
 def _check_launcher_only_keys(launch: LaunchConfig) -> Iterator[Fault]:
@@ -412,10 +416,11 @@ def _check_launcher_only_keys(launch: LaunchConfig) -> Iterator[Fault]:
 
 def _check_spares(config: Config) -> Iterator[Fault]:
     """Yield faults of settings for lost nodes where none can be lost or replaced."""
-    launch = config.launch
+    launch, default = config.launch, LaunchConfig()
     if launch.kind in ("inline", "local"):
-        for key, value in {"spares": launch.spares, "min_nodes": launch.min_nodes}.items():
-            if value:
+        for key in SEVERAL_NODES_KEYS:
+            value = getattr(launch, key)
+            if value != getattr(default, key):
                 yield Fault(
                     f"launch.{key}={value} is set, but launch={launch.kind} is one machine",
                     f"add launch=ssh or launch=slurm, or leave launch.{key} out",

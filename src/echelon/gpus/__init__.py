@@ -6,6 +6,7 @@
 | ``processes`` | what /proc shows about a process on a GPU |
 | ``probe`` | reads all GPUs of a machine into plain values |
 | ``availability`` | which GPUs a process sees, which are idle, who occupies them |
+| ``error_counts`` | which GPUs count errors that they did not count before |
 | ``remote`` | the same readings from other machines, over ssh or srun |
 | ``formatting`` | values as short text, and lines for a pipe |
 | ``terminal`` | the table on a terminal, and the screen that ``--watch`` redraws |

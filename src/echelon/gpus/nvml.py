@@ -112,10 +112,32 @@ class NvmlDevice(NamedTuple):
 
     def count_memory_errors(self) -> int:
         """Return the uncorrected ECC errors since the driver was loaded; 0 without ECC."""
+        return self._read_ecc_errors() or 0
+
+    def read_error_counts(self) -> dict[str, int]:
+        """Return what the device counts of errors that nothing corrected, by a name for a person.
+
+        Only what it reports is there: newer GPUs remap rows of their memory, older ones retire
+        pages.
+        """
+        found: dict[str, int] = {}
+        if (errors := self._read_ecc_errors()) is not None:
+            found["uncorrected memory errors"] = errors
+        rows = [c_uint() for _ in range(4)]  # corrected, uncorrected, is pending, has failed
+        if self.nvml.try_call("nvmlDeviceGetRemappedRows", self.handle, *map(byref, rows)):
+            found["rows remapped for uncorrected errors"] = rows[1].value
+            found["pending row remappings"] = rows[2].value
+            found["failed row remappings"] = rows[3].value
+        pending = self.nvml.read_uint("nvmlDeviceGetRetiredPagesPendingStatus", self.handle)
+        if pending is not None:
+            found["pending page retirements"] = pending
+        return found
+
+    def _read_ecc_errors(self) -> int | None:
         errors, uncorrected, since_loaded = c_ulonglong(), c_uint(1), c_uint(0)
         name = "nvmlDeviceGetTotalEccErrors"
-        self.nvml.try_call(name, self.handle, uncorrected, since_loaded, byref(errors))
-        return errors.value
+        known = self.nvml.try_call(name, self.handle, uncorrected, since_loaded, byref(errors))
+        return errors.value if known else None
 
     def read_memory(self) -> GpuMemory | None:
         """Return used and total memory, from the newest call that the driver has."""

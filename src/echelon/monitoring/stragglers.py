@@ -3,6 +3,9 @@
 With a line of metrics, at most once a second, every rank writes to the store how long its own part
 of a step took (data and computation, before it waits for another rank), and rank 0 reads what is
 there. No rank waits for another, and no step has one more collective.
+
+A machine that is slow for minutes is reported to the agents through the store: they replace it, if
+they have a spare.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import NamedTuple
 
 from echelon.config.schema import LaunchConfig
 from echelon.parallel.process_group import RankGroup
+from echelon.world.rounds import SLOW_MACHINE_KEY, SlowMachine
 
 RecordStraggler = Callable[[int, str, float | None], None]
 """Called with a rank, its host, and its time as a multiple of the median of the others; None when
@@ -46,6 +50,8 @@ class StragglerMonitor:
     def __init__(self, group: RankGroup, launch: LaunchConfig, record: RecordStraggler) -> None:
         self._group = group
         self._detector = StragglerDetector(_print, launch.slow_factor, launch.slow_s, record)
+        self._machines = SlowMachineDetector(launch.slow_factor, launch.replace_slow_s)
+        self._hosts: list[str] = []
         self._own_times: list[OwnTime] = []
         self._next_s = 0.0
 
@@ -67,8 +73,17 @@ class StragglerMonitor:
         with contextlib.suppress(RuntimeError):
             self._group.set_value(f"pace/{self._group.world.rank}", json.dumps(own_time))
             if self._group.world.rank == 0:
-                return self._detector(self._read_all_ranks(), self._get_host, now)
+                own_times = self._read_all_ranks()
+                if own_times:
+                    self._report_slow_machine(own_times, now)
+                return self._detector(own_times, self._get_host, now)
         return {}
+
+    def _report_slow_machine(self, own_times: Mapping[int, OwnTime], now: float) -> None:
+        if not self._hosts:
+            self._hosts = [self._get_host(rank) for rank in range(self._group.world.size)]
+        if (found := self._machines(own_times, self._hosts, now)) is not None:
+            self._group.set_value(SLOW_MACHINE_KEY, found.to_json())
 
     def _read_all_ranks(self) -> dict[int, OwnTime]:
         """Return the own times of all ranks, or nothing until every rank has reported."""
@@ -139,6 +154,38 @@ class StragglerDetector:
         self._suspected_times += 1
         is_long = now - self._suspected_since_s >= self._min_s
         return is_long and self._suspected_times >= _CONFIRMATIONS
+
+
+class SlowMachineDetector:
+    """Finds a machine whose slowest rank takes `factor` times the median of those of the other
+    machines, each time for `min_s` seconds; 0: never."""
+
+    def __init__(self, factor: float, min_s: float) -> None:
+        self._factor, self._min_s = factor, min_s
+        self._suspect, self._since_s = "", 0.0
+
+    def __call__(
+        self, own_times: Mapping[int, OwnTime], hosts: Sequence[str], now: float
+    ) -> SlowMachine | None:
+        slowest: dict[str, int] = {}
+        for rank, own in own_times.items():
+            known = slowest.setdefault(hosts[rank], rank)
+            if own.total_ms > own_times[known].total_ms:
+                slowest[hosts[rank]] = rank
+        if not self._min_s or len(slowest) < 2:
+            return None
+        host, rank = max(slowest.items(), key=lambda item: own_times[item[1]].total_ms)
+        others = [own_times[r].total_ms for name, r in slowest.items() if name != host]
+        median_ms, time_ms = _compute_median(others), own_times[rank].total_ms
+        factor = time_ms / max(median_ms, 1e-6)
+        is_slow = factor >= self._factor and time_ms - median_ms >= _MIN_LAG_MS
+        if not is_slow or host != self._suspect:
+            self._suspect, self._since_s = host if is_slow else "", now
+            return None
+        slow_s = now - self._since_s
+        if slow_s < self._min_s:
+            return None
+        return SlowMachine(host, rank, round(factor, 2), round(slow_s, 1))
 
 
 def _describe_straggler(rank: int, host: str, slowest_time: OwnTime, median_ms: float) -> str:

@@ -37,6 +37,8 @@ class Failure:
     exit: int = int(ExitCode.FAILED)
     of_program: bool = False
     """Whether a program of `echelon run` failed; its steps are not known."""
+    may_be_machine: bool = False
+    """Whether the machine may be at fault: the process was killed by a signal, or hung."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -186,4 +188,5 @@ def make_failure_from_exit_code(code: int, rank: int, step: int | None) -> Failu
         }.get(name, "")
     else:
         summary, detail = f"exited with code {code}", ""
-    return Failure(rank, socket.gethostname(), step, summary, detail)
+    host = socket.gethostname()
+    return Failure(rank, host, step, summary, detail, may_be_machine=code < 0)

@@ -2,9 +2,10 @@
 
 Each line of ``history.jsonl`` is one event. ``start`` says where and with how many processes,
 ``train`` when the first step began, ``stop`` why it ended. ``slow`` names a rank that the others
-wait for. ``round`` is a loss or a return of ranks while the others go on. A start that was killed
-leaves no ``stop``: it ended with its last line of metrics. The next start writes that down, because
-it removes the lines after its snapshot; until then readers look for themselves.
+wait for. ``round`` is a loss or a return of ranks while the others go on. ``machine`` is what was
+done with one that was at fault. A start that was killed leaves no ``stop``: it ended with its last
+line of metrics. The next start writes that down, because it removes the lines after its snapshot;
+until then readers look for themselves.
 """
 
 from __future__ import annotations
@@ -71,6 +72,22 @@ class SlowRank:
 
 
 @dataclass(frozen=True)
+class BadMachine:
+    """A machine that was found to be at fault, and what became of it."""
+
+    time: float
+    host: str
+    reason: str
+    step: int
+    """The last step before it was found."""
+    is_left_out: bool
+    replaced_by: str = ""
+    """The machine that took over its ranks; empty where none did."""
+    kept_because: str = ""
+    """Why it was not left out, if it was not."""
+
+
+@dataclass(frozen=True)
 class RunPhase:
     """One start of a run and what came of it."""
 
@@ -100,6 +117,7 @@ class RunPhase:
     rounds: tuple[RoundRecord, ...] = ()
     """Those after the first one, in which all ranks took part."""
     slow_ranks: tuple[SlowRank, ...] = ()
+    bad_machines: tuple[BadMachine, ...] = ()
     redone_steps: int = 0
     """Steps that were made again in it, since its ranks went back to an earlier one."""
 
@@ -193,16 +211,14 @@ def record_training(run: Run, step: int | None, samples: int | None) -> None:
 
 def record_stop(run: Run, step: int | None, samples: int | None, cause: str) -> None:
     """Write down that a start has ended. A second stop of one start is ignored by readers."""
-    short_cause = " ".join(cause.split())[:_MAX_CAUSE]
-    _append_event(run, "stop", {"step": step, "samples": samples, "cause": short_cause})
+    _append_event(run, "stop", {"step": step, "samples": samples, "cause": _shorten(cause)})
 
 
 def record_round(run: Run, round_: RoundRecord) -> None:
     """Write down that ranks were lost or came back, and how long all stood still for it."""
     fields = asdict(round_)
     moment = fields.pop("began")
-    fields["reason"] = " ".join(round_.reason.split())[:_MAX_CAUSE]
-    _append_event(run, "round", fields, moment)
+    _append_event(run, "round", fields | {"reason": _shorten(round_.reason)}, moment)
 
 
 def record_slow_rank(run: Run, rank: int, host: str, factor: float | None, step: int) -> None:
@@ -210,9 +226,20 @@ def record_slow_rank(run: Run, rank: int, host: str, factor: float | None, step:
     _append_event(run, "slow", {"rank": rank, "host": host, "factor": factor, "step": step})
 
 
+def record_bad_machine(run: Run, machine: BadMachine) -> None:
+    """Write down that a machine is at fault, and what becomes of it."""
+    fields = asdict(machine)
+    moment = fields.pop("time")
+    _append_event(run, "machine", fields | {"reason": _shorten(machine.reason)}, moment)
+
+
 def record_return(run: Run, from_step: int, step: int) -> None:
     """Write down that the ranks have gone back to an earlier step, since one of them was lost."""
     _append_event(run, "return", {"from_step": from_step, "step": step})
+
+
+def _shorten(cause: str) -> str:
+    return " ".join(cause.split())[:_MAX_CAUSE]
 
 
 def _append_event(
@@ -252,6 +279,10 @@ def _parse_phases(run: Run) -> list[RunPhase]:
         elif name == "round" and phases:  # perhaps after the stop, which somebody else writes
             if (round_ := _make_round(event, moment)) is not None:
                 phases[-1] = replace(phases[-1], rounds=(*phases[-1].rounds, round_))
+        elif name == "machine" and phases:
+            if (machine := _make_bad_machine(event, moment)) is not None:
+                found = (*phases[-1].bad_machines, machine)
+                phases[-1] = replace(phases[-1], bad_machines=found)
         elif name == "slow" and phases:
             phases[-1] = replace(phases[-1], slow_ranks=_follow_slow_rank(phases[-1], event))
         elif phases and phases[-1].ended is None:
@@ -299,6 +330,15 @@ def _make_round(event: dict[str, Any], moment: float) -> RoundRecord | None:
         _get_texts(event, "hosts"),
         _get_ints(event, "left"),
     )
+
+
+def _make_bad_machine(event: dict[str, Any], moment: float) -> BadMachine | None:
+    """Return the machine of a line; None if it lacks a name or a step."""
+    host, step = event.get("host"), _get_int(event, "step")
+    if not isinstance(host, str) or step is None:
+        return None
+    texts = [str(event.get(key) or "") for key in ("reason", "replaced_by", "kept_because")]
+    return BadMachine(moment, host, texts[0], step, event.get("is_left_out") is True, *texts[1:])
 
 
 def _follow_slow_rank(phase: RunPhase, event: dict[str, Any]) -> tuple[SlowRank, ...]:

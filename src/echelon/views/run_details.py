@@ -43,7 +43,9 @@ from echelon.utils.text import (
 from echelon.views.run_losses import (
     accounting_to_json,
     format_hosts_at_fault,
+    format_kept_machines,
     format_left_nodes,
+    format_left_out_machines,
     format_slow_ranks,
     render_losses,
 )
@@ -197,6 +199,8 @@ def _print_header(details: RunDetails, screen: Console, width: int) -> None:
         "at fault": format_hosts_at_fault(details.accounting),
         "left": format_left_nodes(details.metrics.history),
         "slow": format_slow_ranks(details.metrics.history),
+        "left out": format_left_out_machines(details.metrics.history),
+        "kept": format_kept_machines(details.metrics.history),
         "settings": format_settings(find_non_defaults(record)),
         "tags": ", ".join(details.annotations.tags),
         "noted": details.annotations.note,

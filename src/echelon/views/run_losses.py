@@ -17,7 +17,7 @@ from echelon.runs.accounting import (
     STOPPED,
     RunAccounting,
 )
-from echelon.runs.history import RunHistory, SlowRank
+from echelon.runs.history import BadMachine, RunHistory, SlowRank
 from echelon.tracking.summary import format_share
 from echelon.utils.text import format_count, format_elapsed
 from echelon.views.table import Table, TableColumn
@@ -84,6 +84,33 @@ def format_slow_ranks(history: RunHistory) -> str:
     return "; ".join(texts)
 
 
+def format_left_out_machines(history: RunHistory) -> str:
+    """Return which machines were left out, when, why, and what took over:
+    `b after step 40 (2 faults, the last: killed by SIGKILL): c took over`."""
+    return "; ".join(
+        f"{_format_bad_machine(machine)}: {machine.replaced_by or 'no other'} took over"
+        for machine in _list_bad_machines(history)
+        if machine.is_left_out
+    )
+
+
+def format_kept_machines(history: RunHistory) -> str:
+    """Return which machines were found to be at fault and stayed, and why."""
+    return "; ".join(
+        f"{_format_bad_machine(machine)}, since {machine.kept_because}"
+        for machine in _list_bad_machines(history)
+        if not machine.is_left_out
+    )
+
+
+def _list_bad_machines(history: RunHistory) -> list[BadMachine]:
+    return [machine for phase in history.phases for machine in phase.bad_machines]
+
+
+def _format_bad_machine(machine: BadMachine) -> str:
+    return f"{machine.host} after step {machine.step} ({machine.reason})"
+
+
 def _describe_causes(accounting: RunAccounting) -> dict[str, str]:
     """Return what is to be counted of a cause, where there is something."""
     counts = {
@@ -121,6 +148,11 @@ def accounting_to_json(
         **accounting.to_json(),
         "rounds": _rounds_to_json(history),
         "slow_ranks": slow_ranks,
+        "bad_machines": [
+            {"phase": index, **asdict(machine)}
+            for index, phase in enumerate(history.phases)
+            for machine in phase.bad_machines
+        ],
     }
 
 

@@ -9,10 +9,11 @@ leader, which may be lost.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from echelon.utils.files import read_json_object, write_json_atomically
 from echelon.world.sealed_store import SealedStore
@@ -68,6 +69,31 @@ def read_round_file(file: Path, attempt: int) -> Round | None:
 def get_round_prefix(attempt: int | str, number: int) -> str:
     """Return the prefix of all keys of a round, so that none finds those of another."""
     return f"echelon/{attempt}" if number == 0 else f"echelon/{attempt}.{number}"
+
+
+SLOW_MACHINE_KEY = "slow machine"
+"""Of a round: what its rank 0 has found."""
+
+
+class SlowMachine(NamedTuple):
+    """A machine that the ranks of the other machines have waited for, for a while."""
+
+    host: str
+    rank: int
+    """Its slowest one, in the round in which it was found."""
+    factor: float
+    """The time of that as a multiple of the median of the other machines."""
+    slow_s: float
+
+    def to_json(self) -> str:
+        return json.dumps(self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> SlowMachine:
+        return cls(*json.loads(text))
+
+    def __str__(self) -> str:
+        return f"{self.factor:.3g} × the time of the others for {self.slow_s:.0f} s"
 
 
 class RoundStore:

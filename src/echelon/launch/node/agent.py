@@ -38,9 +38,11 @@ from echelon.launch.node.fork_server import (
     ForkServerGone,
     WorkerSpawnRequest,
 )
+from echelon.launch.node.gpu_watch import GpuWatch
 from echelon.launch.node.invitation import Invitation, write_invitation
 from echelon.launch.node.lifeline import HungRank, Lifeline, RankHeartbeats, SlotAssignment
 from echelon.launch.node.log_stamps import NodeLogs
+from echelon.launch.node.machine_judge import MachineJudge
 from echelon.launch.node.node_scaling import ScaleAnswer, ScaleLimits, scale_nodes
 from echelon.launch.node.rank_replacement import RankReplacement, ReplacementLimits, WorldStore
 from echelon.launch.node.rendezvous import FixedRendezvous, connect_to_leader, host_store
@@ -90,6 +92,8 @@ class NodeJob:
     is_plain: bool = False
     """Whether the program gets no variables of torchrun's (mode=plain)."""
     report_nodes: ReportNodes = lambda report: None
+    devices: int = 0
+    """How many of the visible GPUs the ranks of a node use, if there are any."""
 
     @property
     def shows_rank_0(self) -> bool:
@@ -169,6 +173,11 @@ class NodeAgent(SimpleElasticAgent):
         """Whether the standby store has what replacements need."""
         self._hang_failures: dict[int, Failure] = {}
         """Local rank → why it was killed, if it was, for standing still."""
+        self._judge = MachineJudge(
+            lifeline, job.run, job.limits.max_node_faults, job.limits.min_nodes
+        )
+        self._gpu_watch = GpuWatch(os.environ, job.devices)
+        self._has_reported_gpu = False
         self._heartbeat_watch = HeartbeatTable(self._heartbeat_file, spec.local_world_size)
         self._log_stamps = NodeLogs(self._run, job.node, [], job.shows_rank_0)
         self._stacks = StackExchange(
@@ -254,6 +263,7 @@ class NodeAgent(SimpleElasticAgent):
             self._run, self._job.node, list(self._ranks.values()), self._job.shows_rank_0
         )
         self._lost_ranks, self._hang_failures = set(), {}
+        self._has_copied_keys = False
         self._lifeline.begin_attempt(self._attempt, self._ranks.values(), self._place)
         self._replacement = self._make_replacement(world_size, first_incarnation)
 
@@ -310,8 +320,11 @@ class NodeAgent(SimpleElasticAgent):
         self._stacks.look_for_request()
         self._lifeline.report_heartbeats(self._collect_heartbeats())
         self._leave_if_released()
+        self._report_gpu_fault()
         if self._replacement is not None:
             self._replace_lost_ranks(self._replacement, worker_group)
+        elif self._lifeline.is_leader:
+            self._judge.judge_all(self._lifeline.find_newest_step(), can_replace=False)
         failed = self._find_failed_ranks()
         cause = self._find_first_failure(failed)
         if cause is not None:
@@ -359,6 +372,9 @@ class NodeAgent(SimpleElasticAgent):
         by themselves."""
         if not self._lifeline.is_released:
             return
+        for local_rank, slot in self._ranks.items():
+            if self._replacement is not None and not self._replacement.has_joined(slot):
+                self._kill_worker(local_rank)  # it waits for a round that does not come
         deadline = time.monotonic() + _LEAVE_WAIT_S
         while self._list_living_workers() and time.monotonic() < deadline:
             self._fork_server.wait_for_event(0.1)
@@ -373,8 +389,7 @@ class NodeAgent(SimpleElasticAgent):
             has_joined = self._replacement.has_joined
             late = {r for r, slot in self._ranks.items() if not has_joined(slot)}
             for local_rank in late | self._lost_ranks:
-                if local_rank not in self._exit_codes and local_rank in self._pids:
-                    _send_signal_to_group(self._pids[local_rank], signal.SIGKILL)
+                self._kill_worker(local_rank)
                 self._exit_codes[local_rank] = ExitCode.OK
                 self._lost_ranks.discard(local_rank)
         return not self._lost_ranks and len(self._exit_codes) == len(self._ranks)
@@ -403,6 +418,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _shutdown(self, *_: Any, **__: Any) -> None:
         self._kill_all_workers()
+        self._gpu_watch.close()
         self._stacks.close()
         self._fork_server.close()
 
@@ -503,6 +519,11 @@ class NodeAgent(SimpleElasticAgent):
         )
         return ExitCode.PREEMPTED if was_requested else code
 
+    def _kill_worker(self, local_rank: int) -> None:
+        """Kill a worker with what it started, if it lives."""
+        if local_rank not in self._exit_codes and local_rank in self._pids:
+            _send_signal_to_group(self._pids[local_rank], signal.SIGKILL)
+
     def _kill_all_workers(self) -> None:
         """Kill all workers with what they started, and wait a few seconds for their exit codes."""
         deadline = time.monotonic() + _KILL_WAIT_S
@@ -527,7 +548,14 @@ class NodeAgent(SimpleElasticAgent):
             return None
         store, run = self._make_world_store(), self._run
         return RankReplacement(
-            self._lifeline, store, world_size, self._attempt, limits, run, first_incarnation
+            self._lifeline,
+            store,
+            world_size,
+            self._attempt,
+            limits,
+            run,
+            self._judge,
+            first_incarnation,
         )
 
     def _replace_lost_ranks(self, replacement: RankReplacement, group: WorkerGroup) -> None:
@@ -653,6 +681,12 @@ class NodeAgent(SimpleElasticAgent):
         self._hang_failures[local_rank] = self._make_hang_failure(local_rank, hung, sign)
         _send_signal(self._pids[local_rank], signal.SIGKILL)
 
+    def _report_gpu_fault(self) -> None:
+        """Tell the leader once of an error that a GPU of this node has counted."""
+        if self._gpu_watch.fault and not self._has_reported_gpu:
+            self._has_reported_gpu = True
+            self._lifeline.report_machine_fault(self._gpu_watch.fault)
+
     # --- what went wrong ---
 
     def _find_first_failure(self, failed: dict[int, int]) -> Failure | None:
@@ -749,7 +783,8 @@ class NodeAgent(SimpleElasticAgent):
         summary = f"no progress for {hung_rank.limit_s:g} s ({limit})"
         if len(self._ranks) * self._job.node.node_count > 1:
             summary += ", and every other rank waits for it"
-        return Failure(hung_rank.rank, socket.gethostname(), heartbeat.step, summary, detail)
+        host = socket.gethostname()
+        return Failure(hung_rank.rank, host, heartbeat.step, summary, detail, may_be_machine=True)
 
     def _describe_stack(self, rank: int) -> str:
         """Return where a rank of this node stood when the hang was found."""

@@ -125,6 +125,8 @@ class _OwnState:
     losses: list[tuple[int, RankLoss]] = field(default_factory=list)
     """What no round takes into account yet."""
     replacements: dict[int, dict[int, int]] = field(default_factory=dict)
+    machine_fault: str = ""
+    """What is wrong with this machine, if something is."""
 
     def to_messages(self) -> list[Message]:
         """Return the messages by which it was reported."""
@@ -134,6 +136,7 @@ class _OwnState:
             *({"replacement": [slot, number], "attempt": a} for a, slot, number in replaced),
             *({"ending": attempt} for attempt in self.ending),
             *({"done": code, "attempt": attempt} for attempt, code in self.done.items()),
+            *([{"machine": self.machine_fault}] if self.machine_fault else []),
         ]
 
 
@@ -205,6 +208,8 @@ class Lifeline:
         self._ended: dict[int, int] = {}
         self._ending: set[int] = set()
         self._state = _OwnState()
+        self._machine_faults: dict[str, str] = {}
+        """Host → what is wrong with it, on the leader."""
         self._assignment: SlotAssignment | None = None
         self.stop_reason = ""
         """Why all ranks are to save and end, if the leader has said so."""
@@ -561,6 +566,29 @@ class Lifeline:
     def _start_election(self, how: str, has_resigned: bool = False) -> None:
         _start_election_thread(lambda: self._elect(how, has_resigned))
 
+    # --- machines that are at fault; see `machine_judge.py` ---
+
+    def report_machine_fault(self, fault: str) -> None:
+        """Tell the leader what is wrong with this machine, for a person."""
+        self._state.machine_fault = fault
+        self._send_to_leader({"machine": fault})
+
+    def get_machine_faults(self) -> dict[str, str]:
+        """Return what nodes have reported of their machines, by host, on the leader."""
+        return dict(self._machine_faults)
+
+    def count_fault(self, host: str, what: str) -> None:
+        """On the leader: keep in mind that a machine was at fault once more."""
+        with self._lock:
+            faults = (*self.membership.faults, (host, what))
+            self._change_membership(replace(self.membership, faults=faults))
+
+    def exclude(self, host: str) -> None:
+        """On the leader: do not take a machine back."""
+        with self._lock:
+            excluded = (*self.membership.excluded_hosts, host)
+            self._change_membership(replace(self.membership, excluded_hosts=excluded))
+
     # --- the end ---
 
     def report_done(self, attempt: int, code: int) -> None:
@@ -652,6 +680,10 @@ class Lifeline:
         elif "ending" in message:
             self._ending.add(message["ending"])
             self._send_to_all(message)
+        elif "machine" in message:
+            member = self.membership.members.get(node)
+            if member is not None:
+                self._machine_faults[member.host] = str(message["machine"])
         elif "stacks" in message:
             self.on_stack_message(message["stacks"])
         elif "bye" in message and self._server is not None:
@@ -680,7 +712,12 @@ class Lifeline:
         """Take in a node that has connected."""
         member = Member.from_fields(message["member"])
         with self._lock:
-            is_late = member.place >= 0 and node not in self.membership.members
+            is_new = node not in self.membership.members
+            if is_new and member.host in self.membership.excluded_hosts:
+                if self._server is not None:
+                    self._server.send(node, {"released": True})
+                return
+            is_late = member.place >= 0 and is_new
             if is_late and self.membership.survives and self._server is not None:
                 self._server.drop(node)  # its ranks count as lost: it has to end
                 return

@@ -75,6 +75,10 @@ class Membership:
     """So many nodes are to run ranks, as far as there are any; 0: as many as at the beginning."""
     reserved_nodes: int = 0
     """Numbers of nodes below this one are those of nodes that were asked for."""
+    faults: tuple[tuple[str, str], ...] = ()
+    """A machine, by the name of its host, and what happened, for each time that it was at fault."""
+    excluded_hosts: tuple[str, ...] = ()
+    """Machines that were left out, and are not taken back."""
 
     @property
     def has_lost_nodes(self) -> bool:
@@ -94,6 +98,8 @@ class Membership:
             "lost_hosts": tuple(fields["lost_hosts"]),
             "left_nodes": tuple(fields["left_nodes"]),
             "vacancies": tuple(vacancies),
+            "faults": tuple((str(host), str(what)) for host, what in fields["faults"]),
+            "excluded_hosts": tuple(fields["excluded_hosts"]),
         }
         return cls(**{**fields, **parts})
 

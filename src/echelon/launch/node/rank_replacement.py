@@ -23,19 +23,28 @@ from dataclasses import dataclass, replace
 
 from echelon.errors import ExitCode
 from echelon.launch.node.lifeline import Lifeline, LostNode, RankLoss, SlotAssignment
+from echelon.launch.node.machine_judge import MachineJudge
 from echelon.launch.node.membership import Member
 from echelon.launch.node.round_keeper import RoundKeeper
 from echelon.launch.node.round_recorder import RoundRecorder
 from echelon.runs.failure import SUPERSEDED_ROUND, Failure
 from echelon.runs.run_folder import Run
 from echelon.utils.files import write_json_atomically
-from echelon.world.rounds import Round, RoundStore, format_slots, get_round_prefix
+from echelon.world.rounds import (
+    SLOW_MACHINE_KEY,
+    Round,
+    RoundStore,
+    SlowMachine,
+    format_slots,
+    get_round_prefix,
+)
 from echelon.world.sealed_store import SealedStore
 
 _INCARNATIONS_PER_EPOCH = 1000
 _NOTICE_WINDOW_S = 3.0
 """Within so long a stop signal to the whole run has reached all of its nodes. Were it later, nodes
 would leave one by one, and the last ones would save and end."""
+_SLOW_INTERVAL_S = 1.0
 _SHARED_KEYS = ("config",)
 """Of round 0: what a replacement compares itself with."""
 
@@ -57,6 +66,8 @@ class ReplacementLimits:
     """So many losses in a row without a step between are survived."""
     min_nodes: int = 1
     """With fewer nodes the run saves and ends."""
+    max_node_faults: int = 0
+    """A machine that was at fault so many times more than any other is left out; 0: never."""
 
 
 class RankReplacement:
@@ -70,11 +81,13 @@ class RankReplacement:
         attempt: int,
         limits: ReplacementLimits,
         run: Run,
+        judge: MachineJudge,
         first_incarnation: int = 0,
     ) -> None:
         self._lifeline, self._store, self._attempt = lifeline, store, attempt
         self._rounds = RoundStore(store.client, attempt)
         self._world_size, self._limits, self._run = world_size, limits, run
+        self._judge, self._next_slow_s = judge, 0.0
         self.round = self._first_round = Round(0, tuple(range(world_size)))
         """The newest one that this agent knows."""
         self._is_first_formed = first_incarnation > 0
@@ -210,6 +223,10 @@ class RankReplacement:
         for lost in lost_nodes:
             self._lifeline.void_replacements(self._attempt, lost.member.slots)
             losses.append(RankLoss(list(lost.member.slots), lost.failure))
+        # First: an agent must know that it leaves before it may start a replacement.
+        self._judge.count_losses(losses, keeper.current.slots)
+        survives = self._lifeline.membership.survives
+        self._judge.judge_all(step, survives, self._read_slow_machine())
         if losses:
             self._formed_number = -1
             known = keeper.current
@@ -231,16 +248,31 @@ class RankReplacement:
             self._let_nodes_go(keeper)
         if not self._lifeline.is_leader:
             return  # it has resigned
+        members = self._lifeline.membership.members.values()
+        leaving = {slot for member in members if member.leaving for slot in member.slots}
         waiting = [
             slot
             for slot, incarnation in self._lifeline.get_replacements(self._attempt).items()
-            if slot not in keeper.current.slots and self._rounds.has_offer(slot, incarnation)
+            if slot not in keeper.current.slots
+            and slot not in leaving
+            and self._rounds.has_offer(slot, incarnation)
         ]
         # Not before all are in the current round: a rank on its way there would skip it.
         if waiting and self._is_formed(keeper.current):
             planned = keeper.take_back(waiting)
             self._begin(planned)
             self._recorder.begin(planned, (), waiting, time.monotonic())
+
+    def _read_slow_machine(self) -> SlowMachine | None:
+        """Return the machine that the ranks of this round have waited for too long, if there is
+        one."""
+        if time.monotonic() < self._next_slow_s:
+            return None
+        self._next_slow_s = time.monotonic() + _SLOW_INTERVAL_S
+        store = self._store.client.open_prefix(self.prefix)
+        if not store.check([SLOW_MACHINE_KEY]):
+            return None
+        return SlowMachine.from_json(store.get(SLOW_MACHINE_KEY))
 
     def _begin(self, decided: Round) -> None:
         """Publish a round to ranks and agents. Ranks that wait for others in an earlier round do so
@@ -347,16 +379,20 @@ class RankReplacement:
             self._write_membership()
         leaving = [m for _, m in sorted(lifeline.membership.members.items()) if m.leaving]
         others = [m for m in leaving if m.node != lifeline.own.node]
+        # The store of a leader that has resigned serves the round in which it did.
+        serving = [m for m in others if self._serves_round(m)]
         for member in others:
-            if not current & set(member.slots):
+            if not current & set(member.slots) and member not in serving:
+                lifeline.void_replacements(self._attempt, member.slots)
                 lifeline.release(member.node)
                 self._ending_nodes[member.node] = member.host
                 self._write_membership()
-        holders = [m for m in others if current & set(m.slots)]
+        holders = [m for m in others if current & set(m.slots)] or serving
         if not leaving or lifeline.stop_reason or not self.can_replace():
             return
         staying = [m for m in lifeline.membership.list_holders() if not m.leaving]
-        if len(staying) < max(1, self._limits.min_nodes):
+        spares = [m for m in lifeline.membership.members.values() if m.is_spare]
+        if not staying or len(staying) + len(spares) < self._limits.min_nodes:
             self._request_stop_for(leaving[0], len(staying))
         elif holders:
             planned = keeper.let_go(holders[0].slots, _describe_leaving(holders[0]))
@@ -366,6 +402,11 @@ class RankReplacement:
             self._recorder.begin(planned, (), (), time.monotonic(), left=holders[0].slots)
         elif len(others) < len(leaving) and lifeline.resign():  # only the leader is left to leave
             self._recorder.close(time.monotonic())
+
+    def _serves_round(self, member: Member) -> bool:
+        """Return whether the ranks use the store of this node; in round 0 it is node 0's."""
+        newest = self._lifeline.find_round(self._attempt)
+        return member.node == 0 if newest is None else member.store == newest.store
 
     def _request_stop_for(self, leaving: Member, count: int) -> None:
         least = f"launch.min_nodes={self._limits.min_nodes}"

@@ -213,7 +213,11 @@ class _NodeService:
             entry,
             config.launch.hang_s,
             self._key,
-            ReplacementLimits(config.launch.max_replacements, config.launch.min_nodes or 1),
+            ReplacementLimits(
+                config.launch.max_replacements,
+                config.launch.min_nodes or 1,
+                config.launch.max_node_faults,
+            ),
             ScaleLimits(
                 config.launch.min_nodes or 1,
                 self._launcher.get_max_nodes(node),
@@ -222,6 +226,7 @@ class _NodeService:
             program,
             config.mode == "plain",
             self._report_nodes,
+            node.procs * config.replica.devices,
         )
         self._copy_to_standby_store("card/0", "restarts")
         spec = make_worker_spec(self._rendezvous, node.procs, restarts)

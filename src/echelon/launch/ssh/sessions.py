@@ -261,6 +261,7 @@ class SshSessions:
         session.code = session.process.returncode
         if session.code == ExitCode.LEFT:
             session.is_member = False
+            self._returns.pop(session.host_index, None)  # nor is it taken back
         if not session.is_member:
             return  # the others go on without it
         if session.code in _SUCCESS_CODES:

@@ -1,0 +1,166 @@
+"""A machine that is at fault is left out, and the run goes on with the numbers of an undisturbed
+one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import Any
+
+import pytest
+from command_line import ECHELON, START_S, CommandLine
+from command_runner import RunningCommand, free_port, only_run, until
+from lost_ranks import LOOPS, list_words, require_same_numbers
+from node_worlds import PACE, SETTINGS, require_same_curve, wait_for_ends
+from worlds import run_forked
+
+from echelon.errors import ExitCode
+from echelon.runs.run_folder import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
+LONG = ("trainer.steps=400", "trainer.save.steps=100")
+"""Two faults and a replacement after each come before the end."""
+
+
+@pytest.fixture(scope="module")
+def clean_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("clean")
+    words = [*SETTINGS, *LONG, "launch=local", "launch.procs=3"]
+    done = run_forked([*ECHELON, "train", *words], folder)
+    assert done.code == 0, done.err
+    return Run(only_run(folder))
+
+
+def start_world(command_line: CommandLine, *words: str) -> list[RunningCommand]:
+    """Three nodes of launch=env, training."""
+    all_words = ("train", "launch=env", *SETTINGS, *PACE, *LONG, *words)
+    world = command_line.env_world(*all_words, port=free_port(), nodes=3)
+    command_line.wait_for_step(5)
+    return world
+
+
+def kill_worker(command_line: CommandLine, host: str) -> None:
+    os.kill(command_line.worker(host), signal.SIGKILL)
+
+
+def wait_for_text(command_line: CommandLine, text: str, count: int = 1) -> None:
+    def is_said() -> bool:
+        return sum(n.read_output().count(text) for n in command_line.started) >= count
+
+    until(is_said, START_S, f"{text!r}; {command_line.recent_output()}")
+
+
+def read_bad_machines(command_line: CommandLine) -> list[dict[str, Any]]:
+    """As `echelon show --json` has them."""
+    done = command_line.type("show", "a", "--json")
+    assert done.code == 0, done.err
+    found: list[dict[str, Any]] = json.loads(done.out)["accounting"]["bad_machines"]
+    return found
+
+
+def require_no_loss(command_line: CommandLine) -> None:
+    """The machine left at a step boundary, and nothing is left of it."""
+    done = command_line.type("show", "a", "--json")
+    accounting = json.loads(done.out)["accounting"]
+    assert (accounting["steps_redone"], accounting["lost_ranks"]) == (0, 0)
+    command_line.require_nothing_left()
+
+
+@pytest.mark.parametrize("node", [1, 0])
+def test_a_machine_that_is_at_fault_twice_is_replaced_by_a_spare(
+    node: int, command_line: CommandLine, clean_run: Run
+) -> None:
+    hosts = command_line.cluster.nodes
+    world = start_world(command_line, "launch.procs=1", "launch.spares=1", "launch.min_nodes=2")
+    kill_worker(command_line, hosts[node])
+    wait_for_text(command_line, f"rank {node} replaced: 2 processes")
+    kill_worker(command_line, hosts[node])
+    wait_for_text(command_line, f"{hosts[2]} takes over rank {node}")
+    wait_for_text(command_line, f"rank {node} replaced: 2 processes", count=2)
+    codes = wait_for_ends(world)
+    assert codes.pop(node) == ExitCode.LEFT, command_line.recent_output()
+    assert codes == [ExitCode.OK] * 2, command_line.recent_output()
+    require_same_curve(command_line.run(), clean_run)
+    [found] = read_bad_machines(command_line)
+    assert (found["host"], found["replaced_by"]) == (hosts[node], hosts[2])
+    assert found["is_left_out"]
+    assert "killed by SIGKILL" in found["reason"]
+    command_line.require_nothing_left()
+
+
+def test_without_a_spare_the_others_go_on(command_line: CommandLine, clean_run: Run) -> None:
+    """The other rank of the machine finishes its step."""
+    hosts = command_line.cluster.nodes
+    world = start_world(command_line, "launch.procs=2")
+    kill_worker(command_line, hosts[1])
+    wait_for_text(command_line, "replaced: 6 processes")
+    kill_worker(command_line, hosts[1])
+    assert wait_for_ends(world) == [ExitCode.OK, ExitCode.LEFT, ExitCode.OK]
+    assert "going on with 4 processes" in world[0].read_output()
+    require_same_curve(command_line.run(), clean_run)
+    [found] = read_bad_machines(command_line)
+    assert (found["host"], found["replaced_by"]) == (hosts[1], "")
+    command_line.require_nothing_left()
+
+
+def test_a_machine_that_is_needed_stays(command_line: CommandLine, clean_run: Run) -> None:
+    hosts = command_line.cluster.nodes
+    world = start_world(command_line, "launch.procs=1", "launch.min_nodes=3")
+    for times in (1, 2):
+        kill_worker(command_line, hosts[1])
+        wait_for_text(command_line, "rank 1 replaced: 3 processes", count=times)
+    assert wait_for_ends(world) == [ExitCode.OK] * 3
+    why = "2 nodes would be left, and launch.min_nodes=3"
+    assert f"it stays, since {why}" in world[0].read_output()
+    require_same_curve(command_line.run(), clean_run)
+    [found] = read_bad_machines(command_line)
+    assert (found["is_left_out"], found["kept_because"]) == (False, why)
+    command_line.require_nothing_left()
+
+
+def start_by_ssh(command_line: CommandLine, *words: str) -> RunningCommand:
+    hosts = f"launch.hosts=[{','.join(command_line.cluster.nodes)}]"
+    ssh = f"launch.ssh='ssh -F {command_line.cluster.ssh_config}'"
+    all_words = (hosts, ssh, "launch.procs=1", "launch.threads=1", *SETTINGS, *PACE, *LONG, *words)
+    started = command_line.start("train", "launch=ssh", *all_words)
+    command_line.wait_for_step(5)
+    return started
+
+
+def test_a_host_that_is_lost_twice_is_not_taken_back(
+    command_line: CommandLine, clean_run: Run
+) -> None:
+    started = start_by_ssh(command_line, "missing_pause_s=0.3")
+    host = command_line.cluster.nodes[1]
+    os.kill(command_line.agent(host), signal.SIGKILL)
+    wait_for_text(command_line, "rank 1 replaced: 3 processes")
+    os.kill(command_line.agent(host), signal.SIGKILL)
+    done = started.wait()
+    assert done.code == ExitCode.OK, done.err
+    assert done.err.count(f"{host} takes over rank 1") == 1, done.err
+    require_same_curve(command_line.run(), clean_run)
+    [found] = read_bad_machines(command_line)
+    assert (found["host"], found["is_left_out"]) == (host, True)
+    command_line.require_nothing_left()
+
+
+def test_a_slow_machine_is_replaced_by_a_spare_and_no_step_is_made_again(
+    command_line: CommandLine, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    clean, hosts = tmp_path_factory.mktemp("layers"), command_line.cluster.nodes
+    steps = ("trainer.steps=200", "trainer.evaluate.epochs=null")
+    done = run_forked(list_words("layers", "launch.procs=2", "pause_s=0", *steps), clean)
+    assert done.code == 0, done.err
+    slow = (f"slow_host={hosts[1]}", "launch.slow_factor=3", "launch.replace_slow_s=3")
+    own = (f"experiment={LOOPS}:layers", "run.name=a", "trainer.batch_size=8", *steps)
+    words = ("launch.procs=1", "launch.spares=1", "trainer.log_steps=1", "pause_s=0.05", *slow)
+    world = command_line.env_world("train", "launch=env", *own, *words, port=free_port(), nodes=3)
+    assert wait_for_ends(world) == [ExitCode.OK, ExitCode.LEFT, ExitCode.OK]
+    assert f"{hosts[2]} takes over rank 1" in world[0].read_output()
+    require_same_numbers(command_line.run().folder, only_run(clean))
+    [found] = read_bad_machines(command_line)
+    assert (found["host"], found["replaced_by"]) == (hosts[1], hosts[2])
+    assert "× the time of the others" in found["reason"]
+    require_no_loss(command_line)
