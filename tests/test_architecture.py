@@ -102,7 +102,6 @@ ASKING_FOR_A_LAUNCHER = {
     "runs/create.py": "a run says where it will be before its launcher has started it",
     "runs/status.py": "only Slurm knows whether a recorded job is still queued",
     "jobs/stacks.py": "hosts of ssh may have a folder of their own, a run in one process no agent",
-    "jobs/scale.py": "only some launchers have nodes that can join or leave",
     "jobs/cancel.py": "a job is cancelled by scancel, a process by a signal",
     "jobs/scale.py": "nobody starts further nodes but ssh and Slurm; of a job they are given back",
     "python_api.py": "a job is queued, or its agent is started in the background here",

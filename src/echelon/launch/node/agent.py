@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import (
@@ -38,7 +38,6 @@ from echelon.launch.node.fork_server import (
     ForkServerGone,
     WorkerSpawnRequest,
 )
-from echelon.launch.node.gpu_watch import GpuWatch
 from echelon.launch.node.invitation import Invitation, write_invitation
 from echelon.launch.node.lifeline import HungRank, Lifeline, RankHeartbeats, SlotAssignment
 from echelon.launch.node.log_stamps import NodeLogs
@@ -63,6 +62,9 @@ from echelon.world.rounds import (
     write_round_file,
 )
 from echelon.world.sealed_store import SealedStore, derive_store_key
+
+if TYPE_CHECKING:
+    from echelon.launch.node.gpu_watch import GpuWatch
 
 _MONITOR_INTERVAL_S = 0.05
 _LEADER_LOSS_S = 3.0
@@ -176,7 +178,7 @@ class NodeAgent(SimpleElasticAgent):
         self._judge = MachineJudge(
             lifeline, job.run, job.limits.max_node_faults, job.limits.min_nodes
         )
-        self._gpu_watch = GpuWatch(os.environ, job.devices)
+        self._gpu_watch = _watch_gpus(job)
         self._has_reported_gpu = False
         self._heartbeat_watch = HeartbeatTable(self._heartbeat_file, spec.local_world_size)
         self._log_stamps = NodeLogs(self._run, job.node, [], job.shows_rank_0)
@@ -418,7 +420,8 @@ class NodeAgent(SimpleElasticAgent):
 
     def _shutdown(self, *_: Any, **__: Any) -> None:
         self._kill_all_workers()
-        self._gpu_watch.close()
+        if self._gpu_watch is not None:
+            self._gpu_watch.close()
         self._stacks.close()
         self._fork_server.close()
 
@@ -683,9 +686,10 @@ class NodeAgent(SimpleElasticAgent):
 
     def _report_gpu_fault(self) -> None:
         """Tell the leader once of an error that a GPU of this node has counted."""
-        if self._gpu_watch.fault and not self._has_reported_gpu:
+        fault = self._gpu_watch.fault if self._gpu_watch is not None else ""
+        if fault and not self._has_reported_gpu:
             self._has_reported_gpu = True
-            self._lifeline.report_machine_fault(self._gpu_watch.fault)
+            self._lifeline.report_machine_fault(fault)
 
     # --- what went wrong ---
 
@@ -876,6 +880,15 @@ def make_worker_spec(rendezvous: FixedRendezvous, procs: int, max_restarts: int)
         monitor_interval=_MONITOR_INTERVAL_S,
         entrypoint="echelon",
     )
+
+
+def _watch_gpus(job: NodeJob) -> GpuWatch | None:
+    """Look for errors of this node's GPUs, unless it is the only node: nothing would follow."""
+    if job.node.node_count == 1:
+        return None
+    from echelon.launch.node.gpu_watch import GpuWatch
+
+    return GpuWatch(os.environ, job.devices)
 
 
 def _print_over_progress(text: str) -> None:
