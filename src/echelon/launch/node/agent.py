@@ -849,10 +849,10 @@ class NodeAgent(SimpleElasticAgent):
 
     def _report_notice(self) -> None:
         """Tell the leader of a stop signal that may mean this node alone. Where the others cannot
-        go on without it, it means all."""
+        go on without it, or `echelon cancel` has sent it, it means all."""
         if self._notice is None or self._stop_signal is not None or self._is_leaving:
             return
-        if not self._may_be_spared:
+        if not self._may_be_spared or self._run.cancel_file.exists():
             self._stop_signal = self._notice
             self._forward_stop_signal()
         elif time.monotonic() - self._noticed_s > _NOTICE_INTERVAL_S:

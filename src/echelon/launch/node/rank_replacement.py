@@ -301,7 +301,8 @@ class RankReplacement:
         self._write_membership()
         if self.have_all_ended():
             return False
-        if self.can_replace():
+        is_cancelled = self._run.cancel_file.exists()  # `--now` kills node 0's agent
+        if self.can_replace() and not is_cancelled:
             return True
         self._lifeline.end_every_attempt(lost_nodes[0].failure)
         return False
