@@ -90,33 +90,17 @@ def test_a_machine_that_is_at_fault_twice_is_replaced_by_a_spare(
     command_line.require_nothing_left()
 
 
-def test_without_a_spare_the_others_go_on(command_line: CommandLine, clean_run: Run) -> None:
-    """The other rank of the machine finishes its step."""
+def test_without_a_spare_it_is_named_and_stays(command_line: CommandLine, clean_run: Run) -> None:
     hosts = command_line.cluster.nodes
-    world = start_world(command_line, "launch.procs=2")
-    kill_worker(command_line, hosts[1])
-    wait_for_text(command_line, "replaced: 6 processes")
-    kill_worker(command_line, hosts[1])
-    assert wait_for_ends(world) == [ExitCode.OK, ExitCode.LEFT, ExitCode.OK]
-    assert "going on with 4 processes" in world[0].read_output()
-    require_same_curve(command_line.run(), clean_run)
-    [found] = read_bad_machines(command_line)
-    assert (found["host"], found["replaced_by"]) == (hosts[1], "")
-    command_line.require_nothing_left()
-
-
-def test_a_machine_that_is_needed_stays(command_line: CommandLine, clean_run: Run) -> None:
-    hosts = command_line.cluster.nodes
-    world = start_world(command_line, "launch.procs=1", "launch.min_nodes=3")
+    world = start_world(command_line, "launch.procs=1")
     for times in (1, 2):
         kill_worker(command_line, hosts[1])
         wait_for_text(command_line, "rank 1 replaced: 3 processes", count=times)
     assert wait_for_ends(world) == [ExitCode.OK] * 3
-    why = "2 nodes would be left, and launch.min_nodes=3"
-    assert f"it stays, since {why}" in world[0].read_output()
+    assert "it stays, since no spare is there" in world[0].read_output()
     require_same_curve(command_line.run(), clean_run)
     [found] = read_bad_machines(command_line)
-    assert (found["is_left_out"], found["kept_because"]) == (False, why)
+    assert (found["is_left_out"], found["kept_because"]) == (False, "no spare is there")
     command_line.require_nothing_left()
 
 

@@ -85,6 +85,20 @@ def test_a_machine_that_is_at_fault_twice(run: Run) -> None:
     assert read_machines(run) == [BadMachine(0.0, "b", reason, 6, True, "c")]
 
 
+def test_without_a_spare_a_machine_that_is_at_fault_stays_until_one_comes(run: Run) -> None:
+    lifeline = make_lifeline()
+    judge = MachineJudge(lifeline, run, max_faults=2, min_nodes=1)
+    for _ in range(2):
+        lose(judge, "b", 1)
+    for step in (5, 6):
+        judge.judge_all(step, can_replace=True)
+    assert lifeline.membership.members[1].leaving == ""
+    lifeline.membership = lifeline.membership.add(Member(2, "c"))
+    judge.judge_all(7, can_replace=True)
+    found = [(m.is_left_out, m.kept_because, m.step) for m in read_machines(run)]
+    assert found == [(False, "no spare is there", 5), (True, "", 7)]
+
+
 def test_a_machine_that_is_alone_is_not_counted(run: Run) -> None:
     lifeline = Lifeline(Member(0, "a", place=0, slots=(0, 1)))
     judge = MachineJudge(lifeline, run, max_faults=2, min_nodes=1)

@@ -63,9 +63,9 @@ class LaunchConfig:
     loss, or half of them and the one that leads."""
     max_node_faults: int = 2
     """ssh, slurm, env: a machine whose ranks were killed or hung, computed wrong numbers, or which
-    was lost, so many times more than any other, is left out for the rest of the job: a spare takes
-    its place, or the others go on alone, if launch.min_nodes allows it; 0: never. A GPU that counts
-    an uncorrectable error is enough at once."""
+    was lost, so many times more than any other, is left out for the rest of the job once a spare
+    takes its place; 0: never. A GPU that counts an uncorrectable error is enough at once, also
+    without a spare, if launch.min_nodes allows it."""
     replace_slow_s: float = 300.0
     """ssh, slurm, env: a machine that takes `slow_factor` times as long as the median of the others
     for so long without a break is replaced by a spare, if there is one; 0: never."""

@@ -50,13 +50,22 @@ class MachineJudge:
         if self._lifeline.stop_reason:
             return
         if host := find_faulty_host(known, self._max_faults):
-            self._judge(host, describe_faults(known, host), can_replace)
+            # Without a spare it is worth more than nothing, unless it is lost itself.
+            is_here = any(m.host == host for m in known.members.values())
+            self._judge(host, describe_faults(known, host), can_replace, needs_spare=is_here)
         for host, reason in self._lifeline.get_machine_faults().items():
             self._judge(host, reason, can_replace)
         if slow is not None and can_replace:
-            self._judge(slow.host, str(slow), can_replace, needs_spare=True)
+            self._judge(slow.host, str(slow), can_replace, needs_spare=True, is_named=True)
 
-    def _judge(self, host: str, reason: str, can_replace: bool, needs_spare: bool = False) -> None:
+    def _judge(
+        self,
+        host: str,
+        reason: str,
+        can_replace: bool,
+        needs_spare: bool = False,
+        is_named: bool = False,
+    ) -> None:
         known = self._lifeline.membership
         if host in known.excluded_hosts:
             return
@@ -65,8 +74,8 @@ class MachineJudge:
             verdict = judge_machine(known, host, self._min_nodes, needs_spare)
         kept_because, nodes, replaced_by = verdict
         if kept_because:
-            # It is judged again and again: a spare may come. That one is slow was said before.
-            if needs_spare or host in self._kept:
+            # It is judged again and again: a spare may come.
+            if is_named or host in self._kept:
                 return
             self._kept.add(host)
             text = f"it stays, since {kept_because}"
