@@ -37,7 +37,7 @@ from echelon.runs.run_folder import Run
 
 EXPERIMENT = report.ROOT / "tests" / "helpers" / "faulty_experiment.py"
 _PROCESSES = 6
-_STEP_S = 0.05
+_STEP_S = 0.2
 _STANDSTILL_S = 120.0
 _GONE_S = 30.0
 _DISK_BYTES = 256 << 20
@@ -70,7 +70,7 @@ def main() -> None:
 
 def _soak(cluster: TestCluster, disk: Path, args: Any, epochs: int) -> dict[str, Any]:
     clean, disturbed = disk / "clean", disk / "disturbed"
-    if _train(clean, [f"trainer.epochs={epochs}", "launch=local", "launch.procs=2"]).wait():
+    if _train(clean, [f"trainer.epochs={epochs}", "launch=inline"]).wait():
         sys.exit("the undisturbed run failed:\n" + (clean / "output").read_text()[-2000:])
     hosts = f"launch.hosts=[{','.join(cluster.nodes)}]"
     launch = ["launch=ssh", "launch.procs=2", f"launch.ssh='ssh -F {cluster.ssh_config}'", hosts]
