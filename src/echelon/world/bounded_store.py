@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -21,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 MAX_VALUE_BYTES = 8 << 20
 """As much as torch's server takes at once; only by appending a value becomes larger."""
 _ANSWER_LIMIT_S = 60.0
+_NAME_LIMIT_S = 10.0
 _MAX_TRIES = 16
 
 # --- torch/csrc/distributed/c10d/TCPStoreBackend.hpp, the same since torch 2.1 ---
@@ -154,11 +156,21 @@ class BoundedStore:
             raise
 
     def _connect(self) -> socket.socket:
-        store: Any = self.torch_store
-        connection = socket.create_connection((store.host, store.port), timeout=_ANSWER_LIMIT_S)
+        connection = self._open_connection()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(_VALIDATE)
         return connection
+
+    def _open_connection(self) -> socket.socket:
+        store: Any = self.torch_store
+        deadline = time.monotonic() + _NAME_LIMIT_S
+        while True:
+            try:
+                return socket.create_connection((store.host, store.port), timeout=_ANSWER_LIMIT_S)
+            except socket.gaierror:  # torch's client has found it: names have a bad moment
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
 
     def _disconnect(self) -> None:
         if self._connection is not None:
