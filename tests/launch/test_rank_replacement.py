@@ -133,6 +133,7 @@ def test_a_rank_whose_replacements_do_not_start_is_left_out(
     clean_run: Path, tmp_path: Path
 ) -> None:
     words = [*TRAIN, *SETTINGS, "launch.procs=2", "fault=kill", "on=1", "phase=step", "at=3"]
+    words.append("missing_pause_s=0.3")  # its replacements fail before the others are done
     done = run_forked([*words, f"unbuildable={tmp_path}/once", f"once={tmp_path}/once"], tmp_path)
     assert done.code == 0, done.err
     assert done.left == []
