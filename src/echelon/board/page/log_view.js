@@ -1,0 +1,894 @@
+// The logs of one run as one stream of lines: only what is on the screen is in the page, so that a log
+// of ten million lines opens as one of ten does. What a log says is text, whatever it contains.
+
+import { formatBytes, formatTime, h } from "./dom.js";
+import { getJson } from "./api.js";
+
+const BLOCK_LINES = 400; // of one request
+const KEPT_BLOCKS = 40; // of lines; those that were seen longest ago are dropped
+const MAX_HEIGHT_PX = 8_000_000; // browsers draw nothing in taller elements
+const SHOWN_CHARACTERS = 2_000; // of a line; the rest comes by a button
+const STEP_CHARACTERS = 16_000; // that such a button shows more
+const COPY_LINES = 20_000; // at most, into the clipboard
+const FALLBACK_LINE_PX = 18;
+
+/* eslint-disable no-control-regex */
+const ESCAPES = /\x1b\[([0-9;:]*)m|\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]?|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\u2028\u2029\ufeff]/g;
+const BIDI_NAMES = {
+  0x061c: "ALM", 0x200e: "LRM", 0x200f: "RLM", 0x202a: "LRE", 0x202b: "RLE", 0x202c: "PDF", 0x202d: "LRO",
+  0x202e: "RLO", 0x2066: "LRI", 0x2067: "RLI", 0x2068: "FSI", 0x2069: "PDI", 0x2028: "LS", 0x2029: "PS", 0xfeff: "BOM",
+};
+
+/** Return the parts of a line: `{text, style}` for text, `{text, mark: true}` for what is not printable.
+ * Only colours and weights of ANSI are obeyed; every other escape is shown as what it is. */
+export function parseAnsi(line) {
+  const parts = [];
+  let style = null;
+  let from = 0;
+  const add = (text, isMark) => {
+    if (text) parts.push(isMark ? { text, style, mark: true } : { text, style });
+  };
+  for (const match of line.matchAll(ESCAPES)) {
+    add(line.slice(from, match.index));
+    from = match.index + match[0].length;
+    if (match[1] !== undefined) style = applySgr(style, match[1]);
+    else add(describeControl(match[0]), true);
+  }
+  add(line.slice(from));
+  return parts;
+}
+
+function describeControl(found) {
+  return Array.from(found, (letter) => {
+    const code = letter.codePointAt(0);
+    if (code < 0x20) return String.fromCodePoint(0x2400 + code);
+    if (code === 0x7f) return "\u2421";
+    if (BIDI_NAMES[code]) return `⟨${BIDI_NAMES[code]}⟩`;
+    if (code >= 0x80 && code < 0xa0) return `⟨${code.toString(16).toUpperCase()}⟩`;
+    return letter;
+  }).join("");
+}
+
+function applySgr(style, codes) {
+  const numbers = (codes || "0").split(/[;:]/).map((code) => Number(code || 0));
+  let next = style ? { ...style } : {};
+  for (let i = 0; i < numbers.length; i += 1) {
+    const code = numbers[i];
+    if (code === 0) next = {};
+    else if (code === 1) next.bold = true;
+    else if (code === 2) next.dim = true;
+    else if (code === 3) next.italic = true;
+    else if (code === 4) next.underline = true;
+    else if (code === 7) next.inverse = true;
+    else if (code === 9) next.strike = true;
+    else if (code === 22) next.bold = next.dim = false;
+    else if (code === 23) next.italic = false;
+    else if (code === 24) next.underline = false;
+    else if (code === 27) next.inverse = false;
+    else if (code === 29) next.strike = false;
+    else if (code >= 30 && code <= 37) next.fg = code - 30;
+    else if (code >= 90 && code <= 97) next.fg = code - 82;
+    else if (code >= 40 && code <= 47) next.bg = code - 40;
+    else if (code >= 100 && code <= 107) next.bg = code - 92;
+    else if (code === 39) delete next.fg;
+    else if (code === 49) delete next.bg;
+    else if (code === 38 || code === 48) {
+      const key = code === 38 ? "fg" : "bg";
+      if (numbers[i + 1] === 5) {
+        next[key] = indexColour(numbers[i + 2]);
+        i += 2;
+      } else if (numbers[i + 1] === 2) {
+        next[key] = numbers.slice(i + 2, i + 5).map((v) => Math.max(0, Math.min(255, v | 0)));
+        i += 4;
+      }
+    }
+  }
+  return next;
+}
+
+function indexColour(index) {
+  if (!(index >= 0 && index <= 255)) return undefined;
+  if (index < 16) return index;
+  if (index >= 232) return Array(3).fill(8 + (index - 232) * 10);
+  const level = (v) => (v ? 55 + 40 * v : 0);
+  const at = index - 16;
+  return [level(Math.floor(at / 36)), level(Math.floor(at / 6) % 6), level(at % 6)];
+}
+
+function styleSpan(span, style) {
+  if (!style) return;
+  for (const flag of ["bold", "dim", "italic", "underline", "inverse", "strike"]) {
+    if (style[flag]) span.classList.add(`lv-${flag}`);
+  }
+  for (const [key, name] of [["fg", "color"], ["bg", "backgroundColor"]]) {
+    const colour = style[key];
+    if (typeof colour === "number") span.classList.add(`lv-${key}${colour}`);
+    else if (Array.isArray(colour)) span.style[name] = `rgb(${colour.join(",")})`;
+  }
+}
+
+/** Return the plain text of a line, as search and the clipboard have it. */
+export function stripAnsi(line) {
+  return line.replace(/\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?/g, "");
+}
+
+/** Put a line into an element: colours by classes, marks where `pattern` was found. */
+export function renderLine(element, line, pattern) {
+  const parts = parseAnsi(line);
+  const ranges = pattern ? findRanges(parts.map((part) => part.text).join(""), pattern) : [];
+  let at = 0;
+  for (const part of parts) {
+    for (const [text, isFound] of splitByRanges(part.text, at, ranges)) {
+      const isPlain = !part.mark && !isFound && (!part.style || !Object.keys(part.style).length);
+      if (isPlain) {
+        element.append(text);
+        continue;
+      }
+      const span = document.createElement(isFound ? "mark" : "span");
+      if (part.mark) span.className = "lv-control";
+      styleSpan(span, part.style);
+      span.textContent = text;
+      element.append(span);
+    }
+    at += part.text.length;
+  }
+}
+
+function findRanges(text, pattern) {
+  const ranges = [];
+  for (const match of text.matchAll(pattern)) {
+    if (match[0]) ranges.push([match.index, match.index + match[0].length]);
+    if (ranges.length >= 100) break;
+  }
+  return ranges;
+}
+
+function* splitByRanges(text, start, ranges) {
+  let from = 0;
+  for (const [first, end] of ranges) {
+    const a = Math.max(first - start, from);
+    const b = Math.min(end - start, text.length);
+    if (b <= a) continue;
+    if (a > from) yield [text.slice(from, a), false];
+    yield [text.slice(a, b), true];
+    from = b;
+  }
+  if (from < text.length) yield [text.slice(from), false];
+}
+
+/** Return what a terminal would show of a line with carriage returns, and how many states it had. */
+export function takeLastState(line) {
+  const text = line.replace(/\r+$/, "");
+  const at = text.lastIndexOf("\r");
+  return at < 0 ? { text, states: 1 } : { text: text.slice(at + 1), states: text.split("\r").length };
+}
+
+/** The lines of a log by their numbers, fetched in blocks when they are looked at. */
+class LineBlocks {
+  constructor(path, onChange) {
+    this.path = path;
+    this.onChange = onChange;
+    this.clear([]);
+  }
+
+  clear(names) {
+    this.names = names;
+    this.blocks = new Map();
+    this.loading = new Map();
+    this.total = 0;
+    this.size = null;
+    this.isComplete = false;
+    this.generation = (this.generation || 0) + 1;
+    this.error = null;
+  }
+
+  get(line) {
+    const block = this.blocks.get(Math.floor(line / BLOCK_LINES));
+    return block && block.get(line);
+  }
+
+  /** Fetch the blocks of these lines that are not here. */
+  need(from, to) {
+    const last = Math.floor(Math.max(from, to - 1) / BLOCK_LINES);
+    for (let number = Math.floor(from / BLOCK_LINES); number <= last; number += 1) {
+      const block = this.blocks.get(number);
+      if (block) {
+        this.blocks.delete(number); // and to the end: the first ones are dropped first
+        this.blocks.set(number, block);
+      } else if (!this.loading.has(number)) this.fetch(number);
+    }
+  }
+
+  /** Ask for the end of the log: how many lines there are, and the last block again. */
+  async follow() {
+    if (this.following) {
+      this.followAgain = true;
+      return this.following;
+    }
+    const last = Math.max(0, Math.floor((this.total - 1) / BLOCK_LINES));
+    this.following = this.fetch(this.total ? last : 0).finally(() => {
+      this.following = null;
+      if (this.followAgain) {
+        this.followAgain = false;
+        this.follow();
+      }
+    });
+    return this.following;
+  }
+
+  async fetch(number) {
+    const generation = this.generation;
+    const wait = this.request({ from: number * BLOCK_LINES, count: BLOCK_LINES });
+    this.loading.set(number, wait);
+    try {
+      const answer = await wait;
+      if (generation !== this.generation) return;
+      this.store(answer, number * BLOCK_LINES);
+      // An answer may be cut where its lines are long: the rest of the block is another request.
+      let next = number * BLOCK_LINES + answer.lines.length;
+      const end = Math.min((number + 1) * BLOCK_LINES, this.total);
+      let more = answer;
+      while (next < end && more.lines.length) {
+        more = await this.request({ from: next, count: end - next });
+        if (generation !== this.generation) return;
+        this.store(more, next);
+        next += more.lines.length;
+      }
+      this.error = null;
+    } catch (error) {
+      if (generation === this.generation) this.error = error;
+    } finally {
+      if (this.loading.get(number) === wait) this.loading.delete(number);
+    }
+    if (generation === this.generation) this.onChange();
+  }
+
+  request(params) {
+    const names = this.names.length ? { names: this.names.join(",") } : {};
+    return getJson(this.path, { ...names, ...params });
+  }
+
+  store(answer, from) {
+    this.knownNames = answer.names || [];
+    if (answer.total < this.total) this.blocks.clear(); // another file under the same name
+    this.total = answer.total;
+    this.size = answer.size ?? null;
+    this.isComplete = answer.complete !== false;
+    answer.lines.forEach((line, index) => {
+      const at = line.n ?? from + index;
+      const number = Math.floor(at / BLOCK_LINES);
+      if (!this.blocks.has(number)) this.blocks.set(number, new Map());
+      this.blocks.get(number).set(at, line);
+    });
+    while (this.blocks.size > KEPT_BLOCKS) this.blocks.delete(this.blocks.keys().next().value);
+  }
+}
+
+/** Show the logs of a run. `update("logs")` says that there may be more. */
+export function mountLogs(element, store, id) {
+  const path = `/api/run/${encodeURIComponent(id)}/logs`;
+  const expanded = new Map(); // line → characters that are shown of it
+  const view = {
+    wraps: store.view.wrap === "1",
+    time: store.view.stamps || "clock",
+    follows: !store.view.line,
+    fraction: store.view.line ? 0 : 1,
+    current: null, // the line that search stands at
+    selection: parseSelection(store.view.line),
+  };
+  let matches = { text: "", lines: [], set: new Set(), isCut: false };
+  let isGone = false;
+  let linePx = FALLBACK_LINE_PX;
+  let writtenTop = -1;
+  let drawn = []; // the rows on the screen: {n, top, height}
+  let frame = 0;
+
+  // --- what is around the lines ---
+
+  const chips = h("div", { class: "lv-chips", role: "group", "aria-label": "Logs shown" });
+  const input = h("input", {
+    class: "lv-find", type: "search", placeholder: "Search in logs", "aria-label": "Search in logs", spellcheck: "false",
+    autocomplete: "off", value: store.view.find || "",
+  });
+  const regex = makeSwitch(".*", "Regular expression", store.view.regex === "1", () => search(true));
+  const found = h("span", { class: "lv-found", role: "status", "aria-live": "polite" });
+  const previous = makeButton("↑", "Previous match (Shift+Enter)", () => goToMatch(-1));
+  const next = makeButton("↓", "Next match (Enter)", () => goToMatch(1));
+  const jump = h("input", {
+    class: "lv-jump", type: "text", inputmode: "numeric", placeholder: "Line", "aria-label": "Go to line", autocomplete: "off",
+  });
+  const wrap = makeSwitch("Wrap", "Wrap long lines", view.wraps, (on) => {
+    view.wraps = on;
+    store.setView({ wrap: on ? "1" : null }, { replace: true });
+    body.classList.toggle("lv-wraps", on);
+    draw();
+  });
+  const stamps = h("select", { class: "lv-stamps", "aria-label": "Time stamps" },
+    ...[["clock", "Clock"], ["age", "Since start"], ["none", "No times"]].map(([value, label]) =>
+      h("option", { value }, label)));
+  stamps.value = view.time;
+  const follow = makeSwitch("Follow", "Follow the end of the log", view.follows, (on) => {
+    view.follows = on;
+    if (on) setFraction(1);
+  });
+  const copy = makeButton("Copy", "Copy the chosen lines, or those on the screen", copyLines);
+  const download = h("a", { class: "rp-button", role: "button", title: "Download the logs that are shown" }, "Download");
+  const bar = h("div", { class: "lv-bar" },
+    h("div", { class: "lv-group lv-search" }, input, regex, previous, next, found),
+    h("div", { class: "lv-group" }, jump, stamps, wrap, follow, copy, download));
+  const spacer = h("div", { class: "lv-spacer" });
+  const rows = h("div", { class: "lv-rows" });
+  const body = h("div", {
+    class: "lv-body", tabindex: "0", role: "log", "aria-live": "off", "aria-label": "Log lines",
+  }, spacer, rows);
+  body.classList.toggle("lv-wraps", view.wraps);
+  const message = h("p", { class: "lv-message", role: "status" });
+  const foot = h("div", { class: "lv-foot" });
+  element.append(h("section", { class: "lv", "aria-label": "Logs" }, chips, bar, message, body, foot));
+
+  const blocks = new LineBlocks(path, () => {
+    if (!isGone) onLines();
+  });
+  blocks.clear(splitNames(store.view.ranks));
+  let firstTime = null;
+
+  function makeButton(label, title, onclick) {
+    return h("button", { class: "rp-button", type: "button", title, "aria-label": title, onclick }, label);
+  }
+
+  function makeSwitch(label, title, isOn, onchange) {
+    const button = h("button", {
+      class: "rp-button rp-switch", type: "button", title, "aria-label": title, "aria-pressed": String(isOn),
+      onclick: () => {
+        const on = button.getAttribute("aria-pressed") !== "true";
+        button.setAttribute("aria-pressed", String(on));
+        onchange(on);
+      },
+    }, label);
+    return button;
+  }
+
+  function renderChips() {
+    const names = blocks.knownNames || [];
+    const key = JSON.stringify([names, blocks.names]);
+    if (chips.dataset.key === key) return;
+    chips.dataset.key = key;
+    const chosen = new Set(blocks.names);
+    const make = (label, isOn, onclick) =>
+      h("button", { class: "lv-chip", type: "button", "aria-pressed": String(isOn), onclick, dir: "ltr" }, label);
+    const focused = chips.contains(document.activeElement) ? document.activeElement.textContent : null;
+    chips.replaceChildren(
+      make("all", !chosen.size, () => chooseNames([])),
+      ...names.map((name) => make(name, chosen.has(name), (event) => {
+        if (event.shiftKey || event.ctrlKey || event.metaKey || chosen.size) {
+          if (chosen.has(name)) chosen.delete(name);
+          else chosen.add(name);
+        } else chosen.add(name);
+        chooseNames(names.filter((each) => chosen.has(each)));
+      })));
+    chips.hidden = names.length < 2;
+    if (focused) [...chips.children].find((chip) => chip.textContent === focused)?.focus();
+  }
+
+  function chooseNames(names) {
+    store.setView({ ranks: names.join(",") || null, line: null }, { replace: true });
+    view.selection = null;
+    expanded.clear();
+    blocks.clear(names);
+    view.fraction = view.follows ? 1 : 0;
+    open();
+    if (input.value) search(false);
+  }
+
+  function renderDownload() {
+    const names = blocks.names.length ? `?names=${encodeURIComponent(blocks.names.join(","))}` : "";
+    download.href = `${path}/download${names}`;
+    download.setAttribute("download", "");
+  }
+
+  function renderFoot() {
+    const parts = [`${blocks.total.toLocaleString("en")} lines`];
+    if (blocks.size !== null) parts.push(formatBytes(blocks.size));
+    if (!blocks.isComplete) parts.push("still being indexed");
+    if (view.selection) {
+      const [a, b] = view.selection;
+      parts.push(a === b ? `line ${a + 1} chosen` : `lines ${a + 1} to ${b + 1} chosen`);
+    }
+    foot.textContent = parts.join(" · ");
+  }
+
+  function showMessage() {
+    let text = "";
+    if (blocks.error) text = [blocks.error.message, blocks.error.hint].filter(Boolean).join(" – ");
+    else if (!blocks.total && !blocks.loading.size) text = "Nothing was logged yet.";
+    if (message.textContent !== text) message.textContent = text;
+    message.hidden = !text;
+    body.hidden = !blocks.total && Boolean(text);
+  }
+
+  // --- where the view is: the line at `fraction` of all lines stands at `fraction` of the height ---
+  // So the ends are exact, with lines of any height, and a log may be taller than an element can be.
+
+  function measureHeights() {
+    const total = Math.max(1, blocks.total);
+    const height = body.clientHeight || 400;
+    const scrollPx = Math.min(MAX_HEIGHT_PX, Math.max(height, total * linePx + 8));
+    return { total, height, scrollPx, range: Math.max(0, scrollPx - height) };
+  }
+
+  function setFraction(fraction) {
+    view.fraction = Math.max(0, Math.min(1, fraction));
+    draw();
+  }
+
+  function writeScroll() {
+    const { range, scrollPx } = measureHeights();
+    const height = `${scrollPx}px`;
+    if (spacer.style.height !== height) spacer.style.height = height;
+    const top = Math.round(view.fraction * range);
+    if (Math.abs(body.scrollTop - top) >= 1) body.scrollTop = top;
+    writtenTop = body.scrollTop;
+  }
+
+  function onScroll() {
+    if (Math.abs(body.scrollTop - writtenTop) < 1) return; // our own
+    const { range } = measureHeights();
+    const isDown = body.scrollTop > writtenTop;
+    writtenTop = body.scrollTop;
+    view.fraction = range ? Math.min(1, body.scrollTop / range) : 0;
+    const atEnd = body.scrollTop >= range - 2;
+    if (atEnd !== view.follows && (atEnd ? isDown : true)) setFollows(atEnd);
+    draw();
+  }
+
+  function setFollows(on) {
+    view.follows = on;
+    follow.setAttribute("aria-pressed", String(on));
+  }
+
+  /** Move by pixels where the scroll bar is coarser than a line. */
+  function moveBy(px) {
+    const { total, height } = measureHeights();
+    const perLine = linePx * total - height;
+    if (perLine <= 0) return;
+    if (px < 0) setFollows(false);
+    setFraction(view.fraction + px / perLine);
+    if (view.fraction >= 1) setFollows(true);
+  }
+
+  function isScaled() {
+    return blocks.total * linePx + 8 > MAX_HEIGHT_PX;
+  }
+
+  /** Return which line, with a fraction, is at this height of the view, by what is drawn. */
+  function findLineAt(y) {
+    for (const row of drawn) {
+      if (y < row.top + row.height) return row.n + Math.max(0, (y - row.top) / row.height);
+    }
+    return drawn.length ? drawn[drawn.length - 1].n + 1 : 0;
+  }
+
+  /** After the log has grown: find the fraction at which what is on the screen stays where it is. */
+  function keepPlace(totalBefore) {
+    if (view.follows || !drawn.length || !totalBefore || totalBefore === blocks.total) return;
+    const { height } = measureHeights();
+    let low = 0;
+    let high = 1;
+    for (let turn = 0; turn < 50; turn += 1) {
+      const middle = (low + high) / 2;
+      if (middle * blocks.total < findLineAt(middle * height)) low = middle;
+      else high = middle;
+    }
+    view.fraction = (low + high) / 2;
+  }
+
+  // --- drawing ---
+
+  function draw() {
+    if (frame || isGone) return;
+    frame = requestAnimationFrame(() => {
+      frame = 0;
+      drawNow();
+    });
+  }
+
+  function drawNow() {
+    if (view.follows) view.fraction = 1;
+    const { total, height } = measureHeights();
+    if (!blocks.total) {
+      rows.replaceChildren();
+      drawn = [];
+      return;
+    }
+    const anchor = view.fraction * blocks.total;
+    const first = Math.min(blocks.total - 1, Math.floor(anchor));
+    const y = view.fraction * height;
+    const around = Math.ceil(height / linePx) + 2;
+    blocks.need(Math.max(0, first - around), Math.min(blocks.total, first + around));
+
+    // Rows are made downwards from the anchor and upwards before it, until the height is full.
+    const fragment = document.createDocumentFragment();
+    const from = Math.max(0, first - Math.ceil(y / linePx) - 1);
+    const to = Math.min(blocks.total, first + Math.ceil((height - y) / linePx) + 2);
+    const made = [];
+    for (let n = from; n < to; n += 1) {
+      const row = makeRow(n);
+      made.push({ n, row });
+      fragment.append(row);
+    }
+    const active = keepFocus();
+    rows.replaceChildren(fragment);
+    measureLine(made);
+
+    let anchorTop = 0;
+    let sum = 0;
+    drawn = made.map(({ n, row }) => {
+      const rowPx = view.wraps ? row.getBoundingClientRect().height : linePx;
+      if (n === first) anchorTop = sum + (anchor - first) * rowPx;
+      const entry = { n, top: sum, height: rowPx };
+      sum += rowPx;
+      return entry;
+    });
+    if (first >= to || anchor >= blocks.total) anchorTop = sum;
+    const shift = blocks.total * linePx <= height && !view.wraps ? 0 : y - anchorTop;
+    const all = view.wraps && from === 0 && to === blocks.total && sum <= height ? 0 : shift;
+    for (const entry of drawn) entry.top += all;
+    writeScroll();
+    rows.style.transform = `translateY(${Math.round(all)}px)`;
+    active?.();
+    renderFoot();
+    if (total) body.setAttribute("aria-label", `Log lines, ${from + 1} to ${to} of ${blocks.total}`);
+  }
+
+  function keepFocus() {
+    const at = document.activeElement;
+    if (!at || !rows.contains(at)) return null;
+    const n = at.closest(".lv-row")?.dataset.n;
+    return () => (rows.querySelector(`[data-n="${n}"] button`) || body).focus({ preventScroll: true });
+  }
+
+  function measureLine(made) {
+    const plain = made.find(({ row }) => row.dataset.plain);
+    const height = plain && !view.wraps ? plain.row.getBoundingClientRect().height : 0;
+    if (height > 4 && Math.abs(height - linePx) > 0.01) {
+      linePx = height;
+      draw();
+    }
+  }
+
+  function makeRow(n) {
+    const line = blocks.get(n);
+    const number = h("button", {
+      class: "lv-number", type: "button", tabindex: "-1", "aria-label": `Choose line ${n + 1}`,
+      onclick: (event) => chooseLine(n, event.shiftKey),
+    }, String(n + 1));
+    const row = h("div", { class: "lv-row" }, number);
+    row.dataset.n = n;
+    const [a, b] = view.selection || [-1, -2];
+    row.classList.toggle("lv-chosen", n >= a && n <= b);
+    row.classList.toggle("lv-match", matches.set.has(n));
+    row.classList.toggle("lv-current", view.current === n);
+    if (!line) {
+      row.append(h("span", { class: "lv-text lv-waiting" }, "…"));
+      return row;
+    }
+    if (view.time !== "none") row.append(h("span", { class: "lv-time" }, formatStamp(line.t)));
+    if ((blocks.knownNames || []).length > 1 && blocks.names.length !== 1) {
+      row.append(h("span", { class: `lv-name lv-name${hashName(line.name)}`, title: line.name }, line.name));
+    }
+    const { text, states } = takeLastState(line.text || "");
+    const shown = expanded.get(n) || SHOWN_CHARACTERS;
+    const holder = h("span", { class: "lv-text", dir: "ltr" });
+    const isOpen = expanded.has(n);
+    renderLine(holder, isOpen ? (line.text || "").slice(0, shown) : text.slice(0, shown), matches.pattern);
+    if (states > 1 && !isOpen) {
+      holder.append(makeMore(n, `↻ ${states - 1}`, "Show the earlier states of this line", shown));
+    }
+    const rest = (isOpen ? (line.text || "") : text).length - shown;
+    if (rest > 0) {
+      holder.append(makeMore(n, `… ${rest.toLocaleString("en")} more characters`, "Show more of this line", shown + STEP_CHARACTERS));
+    } else if (line.cut || line.cut_bytes) {
+      const bytes = line.bytes ?? line.cut_bytes;
+      const size = typeof bytes === "number" ? ` (${formatBytes(bytes)})` : "";
+      holder.append(h("span", { class: "lv-control" }, ` … the line is longer${size}: it is whole in the download`));
+    }
+    row.append(holder);
+    if (!rest || rest < 0) row.dataset.plain = "1";
+    return row;
+  }
+
+  function makeMore(n, label, title, characters) {
+    return h("button", {
+      class: "lv-more", type: "button", title,
+      onclick: () => {
+        expanded.set(n, characters);
+        if (!view.wraps) wrap.click();
+        setFollows(false);
+        draw();
+      },
+    }, label);
+  }
+
+  function formatStamp(t) {
+    if (typeof t !== "number") return "";
+    if (view.time === "age") {
+      const start = store.rows.get(id)?.started || firstTime || t;
+      const s = t - start;
+      const sign = s < 0 ? "−" : "";
+      const all = Math.abs(s);
+      const pad = (v) => String(Math.floor(v)).padStart(2, "0");
+      return `${sign}${Math.floor(all / 3600)}:${pad((all / 60) % 60)}:${pad(all % 60)}`;
+    }
+    const date = new Date(t * 1000);
+    const pad = (v) => String(v).padStart(2, "0");
+    return `${pad(date.getHours())}:${pad(date.getMinutes())}:${pad(date.getSeconds())}`;
+  }
+
+  function hashName(name) {
+    let sum = 0;
+    for (const letter of String(name)) sum = (sum * 31 + letter.charCodeAt(0)) >>> 0;
+    return sum % 6;
+  }
+
+  // --- choosing, searching, copying ---
+
+  function chooseLine(n, extends_) {
+    const [a, b] = view.selection || [n, n];
+    if (extends_ && view.selection) view.selection = [Math.min(a, n), Math.max(b, n)];
+    else view.selection = view.selection && a === n && b === n ? null : [n, n];
+    const line = view.selection
+      ? view.selection.map((each) => each + 1).filter((each, i, all) => i === 0 || each !== all[0]).join("-")
+      : null;
+    store.setView({ line }, { replace: true });
+    setFollows(false);
+    draw();
+  }
+
+  function goToLine(n) {
+    const at = Math.max(0, Math.min(blocks.total - 1, n));
+    setFollows(false);
+    setFraction(blocks.total ? (at + 0.5) / blocks.total : 0);
+  }
+
+  let searching = 0;
+  async function search(goes) {
+    const text = input.value;
+    const isRegex = regex.getAttribute("aria-pressed") === "true";
+    store.setView({ find: text || null, regex: text && isRegex ? "1" : null }, { replace: true });
+    searching += 1;
+    const turn = searching;
+    if (!text) {
+      matches = { text, lines: [], set: new Set() };
+      view.current = null;
+      showFound();
+      draw();
+      return;
+    }
+    found.textContent = "searching …";
+    found.classList.remove("rp-bad");
+    try {
+      const answer = await blocks.request({ from: 0, count: 1, search: text, regex: isRegex ? 1 : 0 });
+      if (turn !== searching || isGone) return;
+      const lines = answer.matches || [];
+      matches = { text, lines, set: new Set(lines), isCut: lines.length >= 10_000, pattern: makePattern(text, isRegex) };
+      if (!matches.set.has(view.current)) view.current = null;
+      showFound();
+      if (goes && lines.length) goToMatch(0);
+      else draw();
+    } catch (error) {
+      if (turn !== searching || isGone) return;
+      matches = { text, lines: [], set: new Set() };
+      found.textContent = error.message || "the search failed";
+      found.classList.add("rp-bad");
+      draw();
+    }
+  }
+
+  function makePattern(text, isRegex) {
+    const source = isRegex ? text : text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+    try {
+      return new RegExp(source, "giu");
+    } catch {
+      return null; // Python's language of patterns is another one: its lines are still marked
+    }
+  }
+
+  function showFound() {
+    const { lines, text, isCut } = matches;
+    found.classList.remove("rp-bad");
+    if (!text) found.textContent = "";
+    else if (!lines.length) found.textContent = "not found";
+    else {
+      const at = view.current === null ? "" : `${(lines.indexOf(view.current) + 1).toLocaleString("en")} of `;
+      found.textContent = `${at}${lines.length.toLocaleString("en")}${isCut ? "+" : ""}`;
+    }
+    previous.disabled = next.disabled = !lines.length;
+  }
+
+  /** Go to the match before (−1) or after (1) the current one, or to the first one on from here (0). */
+  function goToMatch(direction) {
+    const { lines } = matches;
+    if (!lines.length) return;
+    let at;
+    const place = lines.indexOf(view.current);
+    if (place >= 0 && direction) at = (place + direction + lines.length) % lines.length;
+    else {
+      const top = Math.floor(findLineAt(0));
+      const after = lines.findIndex((n) => n >= top);
+      at = after < 0 ? (direction < 0 ? lines.length - 1 : 0) : direction < 0 ? (after - 1 + lines.length) % lines.length : after;
+    }
+    view.current = lines[at];
+    goToLine(view.current);
+    showFound();
+  }
+
+  async function copyLines() {
+    const visible = drawn.filter((row) => row.top + row.height > 0 && row.top < body.clientHeight);
+    const [a, b] = view.selection || (visible.length ? [visible[0].n, visible[visible.length - 1].n] : [0, -1]);
+    const lines = [];
+    const end = Math.min(b + 1, a + COPY_LINES);
+    try {
+      for (let n = a; n < end; ) {
+        const answer = await blocks.request({ from: n, count: Math.min(1000, end - n) });
+        if (!answer.lines.length) break;
+        lines.push(...answer.lines.map((line) => stripAnsi(takeLastState(line.text).text)));
+        n += answer.lines.length;
+      }
+      await copyText(`${lines.join("\n")}\n`);
+      say(copy, "Copied", "Copy");
+    } catch (error) {
+      message.textContent = `The lines could not be copied: ${error.message}`;
+      message.hidden = false;
+    }
+  }
+
+  function say(button, text, after) {
+    button.textContent = text;
+    setTimeout(() => {
+      button.textContent = after;
+    }, 1500);
+  }
+
+  // --- opening and following ---
+
+  let totalBefore = 0;
+
+  function onLines() {
+    keepPlace(totalBefore);
+    if (firstTime === null) firstTime = blocks.get(0)?.t ?? null;
+    totalBefore = blocks.total;
+    renderChips();
+    renderDownload();
+    showMessage();
+    draw();
+  }
+
+  async function open() {
+    totalBefore = 0;
+    await blocks.follow();
+    if (isGone) return;
+    if (view.selection && !view.follows && blocks.total) {
+      view.fraction = Math.min(1, (view.selection[0] + 0.5) / blocks.total);
+    }
+    draw();
+  }
+
+  async function onGrown() {
+    await blocks.follow();
+    if (!isGone && matches.text && !searchTimer) {
+      searchTimer = setTimeout(() => {
+        searchTimer = 0;
+        if (!isGone) search(false);
+      }, 2000);
+    }
+  }
+  let searchTimer = 0;
+
+  body.addEventListener("scroll", onScroll, { passive: true });
+  body.addEventListener("wheel", (event) => {
+    if (!isScaled() || event.ctrlKey || !event.deltaY) return;
+    event.preventDefault();
+    moveBy(event.deltaMode === 1 ? event.deltaY * linePx : event.deltaY);
+  }, { passive: false });
+  body.addEventListener("keydown", (event) => {
+    if (event.target !== body || event.altKey || event.metaKey) return;
+    const page = body.clientHeight - 2 * linePx;
+    const moves = { ArrowDown: linePx, ArrowUp: -linePx, PageDown: page, PageUp: -page };
+    if (event.key === "Home" || event.key === "g") {
+      setFollows(false);
+      setFraction(0);
+    } else if (event.key === "End" || event.key === "G") {
+      setFollows(true);
+      setFraction(1);
+    } else if (event.key === "/" || (event.ctrlKey && event.key === "f")) input.focus();
+    else if (event.ctrlKey) return;
+    else if (event.key === "n") goToMatch(1);
+    else if (event.key === "N") goToMatch(-1);
+    else if (event.key === "w") wrap.click();
+    else if (event.key === "f") follow.click();
+    else if (isScaled() && moves[event.key]) moveBy(moves[event.key]);
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+  });
+  let typing = 0;
+  input.addEventListener("input", () => {
+    clearTimeout(typing);
+    typing = setTimeout(() => search(true), 250);
+  });
+  input.addEventListener("keydown", (event) => {
+    event.stopPropagation();
+    if (event.key === "Enter") {
+      event.preventDefault();
+      clearTimeout(typing);
+      if (input.value !== matches.text) search(true);
+      else goToMatch(event.shiftKey ? -1 : 1);
+    } else if (event.key === "Escape") {
+      input.value = "";
+      search(false);
+      body.focus();
+    }
+  });
+  jump.addEventListener("keydown", (event) => {
+    event.stopPropagation();
+    if (event.key !== "Enter") return;
+    const n = Number.parseInt(jump.value.replace(/[^0-9]/g, ""), 10);
+    if (!Number.isFinite(n)) return;
+    view.current = n - 1;
+    goToLine(n - 1);
+    body.focus();
+  });
+  stamps.addEventListener("change", () => {
+    view.time = stamps.value;
+    store.setView({ stamps: view.time === "clock" ? null : view.time }, { replace: true });
+    draw();
+  });
+  const observer = new ResizeObserver(() => draw());
+  observer.observe(body);
+  showFound();
+  renderDownload();
+  open().then(() => {
+    if (input.value && !isGone) search(!view.selection);
+  });
+
+  return {
+    update(kind) {
+      if (kind === "logs") onGrown();
+    },
+    unmount() {
+      isGone = true;
+      observer.disconnect();
+      cancelAnimationFrame(frame);
+      clearTimeout(searchTimer);
+      clearTimeout(typing);
+      element.replaceChildren();
+    },
+  };
+}
+
+function splitNames(text) {
+  return text ? String(text).split(",").filter(Boolean) : [];
+}
+
+function parseSelection(text) {
+  const found = /^(\d+)(?:-(\d+))?$/.exec(text || "");
+  if (!found) return null;
+  const a = Number(found[1]) - 1;
+  const b = found[2] ? Number(found[2]) - 1 : a;
+  return a >= 0 ? [Math.min(a, b), Math.max(a, b)] : null;
+}
+
+/** Put text on the clipboard, also where the page is not served over a secure address. */
+export async function copyText(text) {
+  if (navigator.clipboard && window.isSecureContext) {
+    await navigator.clipboard.writeText(text);
+    return;
+  }
+  const area = h("textarea", { class: "rp-offscreen", "aria-hidden": "true" });
+  area.value = text;
+  (document.querySelector("dialog[open]") || document.body).append(area);
+  area.select();
+  const isCopied = document.execCommand("copy");
+  area.remove();
+  if (!isCopied) throw new Error("the browser did not allow it");
+}
