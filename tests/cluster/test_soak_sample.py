@@ -11,7 +11,7 @@ import pytest
 from command_runner import HERE
 from slurm_cluster import TestCluster
 
-pytestmark = [pytest.mark.campaign, pytest.mark.cluster]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 
 def test_a_sample_of_the_soak(cluster: TestCluster, tmp_path: Path) -> None:
