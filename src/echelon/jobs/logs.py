@@ -23,7 +23,7 @@ def show_logs(
     end."""
 
     def list_wanted() -> list[str]:
-        return _select_log_names(run, ranks, nodes)
+        return select_log_names(run, ranks, nodes)
 
     if not keep_following:
         _require_logs(run, ranks, nodes)
@@ -48,7 +48,7 @@ def show_logs_of_runs(
     """Show the logs of several runs one after the other, each under its name; runs without logs
     are left out."""
     for run in runs:
-        if _list_logs(run):
+        if list_log_names(run):
             print(f"==> {run.name} <==", flush=True)
             show_logs(run, ranks, nodes, last, False)
     return ExitCode.OK
@@ -57,14 +57,14 @@ def show_logs_of_runs(
 # --- which ---
 
 
-def _select_log_names(run: Run, ranks: Sequence[int], nodes: Sequence[int]) -> list[str]:
+def select_log_names(run: Run, ranks: Sequence[int], nodes: Sequence[int]) -> list[str]:
     """Return the logs that exist and are wanted, in order: the batch script's, the agents', the
     ranks'.
 
     The agent of node 0 repeats the output of rank 0. Where it has a log, rank 0's own is shown only
     if it is asked for.
     """
-    existing = _list_logs(run)
+    existing = list_log_names(run)
     duplicates = {"rank-0"} if "node-0" in existing else set()
     if not ranks and not nodes:
         return [name for name in existing if name not in duplicates]
@@ -73,7 +73,9 @@ def _select_log_names(run: Run, ranks: Sequence[int], nodes: Sequence[int]) -> l
     return [name for name in existing if name in wanted]
 
 
-def _list_logs(run: Run) -> list[str]:
+def list_log_names(run: Run) -> list[str]:
+    """Return the names of all logs of a run, in order: the batch script's, the agents', the
+    ranks'."""
     names = (path.stem for path in run.logs_folder.glob("*.log"))
     return sorted(filter(_NAME.fullmatch, names), key=_get_sort_key)
 
@@ -100,9 +102,9 @@ def _list_ranks_of_node(run: Run, node: int) -> Iterable[int]:
 
 def _require_logs(run: Run, ranks: Sequence[int], nodes: Sequence[int]) -> None:
     """Raise EchelonError if a wanted rank or node has no log."""
-    missing = [f"rank {r}" for r in ranks if not _select_log_names(run, [r], [])]
-    missing += [f"node {n}" for n in nodes if not _select_log_names(run, [], [n])]
-    existing = _list_logs(run)
+    missing = [f"rank {r}" for r in ranks if not select_log_names(run, [r], [])]
+    missing += [f"node {n}" for n in nodes if not select_log_names(run, [], [n])]
+    existing = list_log_names(run)
     if missing or not existing:
         listed = ", ".join(existing[:12]) + ", …" * (len(existing) > 12)
         known = f"there are {listed}" if existing else "it has not begun to speak"
