@@ -50,6 +50,7 @@ LEVELS = {
     "doctor": 8,
     "preflight": 8,
     "sweep": 8,
+    "board": 8,
     "submission": 8,
     "ssh_setup": 9,
     "entrypoint": 9,

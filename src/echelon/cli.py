@@ -125,6 +125,7 @@ SUBCOMMANDS = {
     "cancel": Subcommand("ask runs to save and end", "jobs"),
     "runs": Subcommand("what was trained, with which settings and results", "runs"),
     "show": Subcommand("one run and its curves", "runs"),
+    "board": Subcommand("one live page over runs, sweeps, jobs and machines", "board"),
     "plot": Subcommand("curves of several runs, as an image or a page", "runs"),
     "note": Subcommand("a note and tags for a run", "runs"),
     "rm": Subcommand("move runs into the trash, and get them back", "removal"),
