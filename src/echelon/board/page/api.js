@@ -1,0 +1,191 @@
+// The server's answers: JSON, curves, and live updates that come back by themselves.
+
+/** What the server refused, or that it does not answer (`status` 0). */
+export class ApiError extends Error {
+  constructor(message, hint = "", status = 0) {
+    super(message);
+    this.hint = hint;
+    this.status = status;
+  }
+}
+
+const UNREACHABLE = "The board's server does not answer";
+const UNKNOWN_PAGE = "The board's server does not know this page any more";
+const UNKNOWN_HINT = "open the address that `echelon board` printed";
+const watchers = new Set();
+let hello = null;
+
+/** Call `fn(isReachable)` when a request fails for want of a server, and when one is answered. */
+export function onReachable(fn) {
+  watchers.add(fn);
+  return () => watchers.delete(fn);
+}
+
+async function request(path, options) {
+  let answer;
+  try {
+    answer = await fetch(path, { credentials: "same-origin", ...options });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    for (const fn of watchers) fn(false);
+    throw new ApiError(UNREACHABLE, "it is tried again by itself", 0);
+  }
+  for (const fn of watchers) fn(true);
+  if (answer.ok) return answer;
+  if (answer.status === 401) throw new ApiError(UNKNOWN_PAGE, UNKNOWN_HINT, 401);
+  const said = await answer.json().catch(() => ({}));
+  throw new ApiError(said.error || `The server answered ${answer.status}`, said.hint || "", answer.status);
+}
+
+function buildAddress(path, params) {
+  const query = new URLSearchParams();
+  for (const [key, value] of Object.entries(params || {})) {
+    for (const one of Array.isArray(value) ? value : [value]) {
+      if (one !== null && one !== undefined && one !== "") query.append(key, one);
+    }
+  }
+  const text = query.toString();
+  return text ? `${path}?${text}` : path;
+}
+
+/** Return the path of a run's answers: `/api/run/ID` and what follows. */
+export function getRunPath(id, rest = "") {
+  return `/api/run/${encodeURIComponent(id)}${rest}`;
+}
+
+/** Return the JSON of a GET. `params` may have lists; `options` may have a `signal`. */
+export async function getJson(path, params, options) {
+  const answer = await request(buildAddress(path, params), options);
+  return readJson(await answer.text());
+}
+
+function readJson(text) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new ApiError("The server's answer cannot be read", String(error.message), 0);
+  }
+}
+
+/** Return what the server says of itself: `token`, `can_act`, `host`, …; asked once. */
+export function getHello() {
+  hello = hello || getJson("/api/hello").catch((error) => {
+    hello = null;
+    throw error;
+  });
+  return hello;
+}
+
+/** Return the JSON of a POST. The token comes from the server, and is asked again if it has changed. */
+export async function postJson(path, body) {
+  const send = async () => {
+    const { token } = await getHello();
+    const headers = { "Content-Type": "application/json", "X-Echelon-Token": token };
+    const answer = await request(path, { method: "POST", headers, body: JSON.stringify(body) });
+    return readJson(await answer.text());
+  };
+  try {
+    return await send();
+  } catch (error) {
+    if (error.status !== 401 && error.status !== 403) throw error;
+    const before = (await getHello()).token;
+    hello = null;
+    if ((await getHello()).token === before) throw error;
+    return send();
+  }
+}
+
+/** Return curves as typed arrays that share the bytes of the answer. */
+export async function getCurves(params, options) {
+  const answer = await request(buildAddress("/api/curves", params), options);
+  const bytes = await answer.arrayBuffer();
+  const size = new DataView(bytes).getUint32(0, true);
+  const header = readJson(new TextDecoder().decode(new Uint8Array(bytes, 4, size)));
+  const start = Math.ceil((4 + size) / 8) * 8;
+  const curves = header.curves.map((curve) => {
+    const part = (i) => new Float64Array(bytes, start + 8 * (curve.offset + i * curve.n), curve.n);
+    return { ...curve, x: part(0), y: part(1), mean: part(2) };
+  });
+  return { ...header, curves, building: header.building || [], faults: header.faults || [] };
+}
+
+const FIRST_WAIT_MS = 400;
+const LONGEST_WAIT_MS = 4000;
+const HIDDEN_WAIT_MS = 20000;
+
+/** Follow the server's events. `handlers`: `onRows(data)`, `onMetrics(ids)`, `onLogs(ids)`, `onReload()`,
+ * `onState("live" | "connecting" | "lost")` and `getGeneration()`. Returns `{setWatch, retry, close}`.
+ * A page that nobody sees lets go of its connection: a browser has only six to one server. */
+export function subscribe(handlers, watchIds = []) {
+  let source = null;
+  let timer = 0;
+  let hiddenTimer = 0;
+  let wait_ms = FIRST_WAIT_MS;
+  let watched = [...watchIds];
+  let closed = false;
+  const say = (state) => handlers.onState && handlers.onState(state);
+
+  function open() {
+    clearTimeout(timer);
+    if (source) source.close();
+    if (closed || document.hidden) return;
+    const generation = handlers.getGeneration ? handlers.getGeneration() : undefined;
+    source = new EventSource(buildAddress("/api/events", { generation, watch: watched }));
+    source.onopen = () => {
+      wait_ms = FIRST_WAIT_MS;
+      say("live");
+    };
+    source.onerror = retryLater;
+    listen("rows", (data) => handlers.onRows && handlers.onRows(data));
+    listen("metrics", (data) => handlers.onMetrics && handlers.onMetrics(data.runs || []));
+    listen("logs", (data) => handlers.onLogs && handlers.onLogs(data.runs || []));
+    listen("reload", () => handlers.onReload && handlers.onReload());
+  }
+
+  function listen(kind, fn) {
+    source.addEventListener(kind, (event) => fn(readJson(event.data)));
+  }
+
+  function retryLater() {
+    source.close();
+    source = null;
+    say("lost");
+    clearTimeout(timer);
+    timer = setTimeout(open, wait_ms);
+    wait_ms = Math.min(LONGEST_WAIT_MS, wait_ms * 1.6);
+  }
+
+  function onVisibility() {
+    clearTimeout(hiddenTimer);
+    if (!document.hidden) {
+      if (!source) open();
+      return;
+    }
+    hiddenTimer = setTimeout(() => {
+      clearTimeout(timer);
+      if (source) source.close();
+      source = null;
+    }, HIDDEN_WAIT_MS);
+  }
+
+  document.addEventListener("visibilitychange", onVisibility);
+  open();
+  return {
+    setWatch(ids) {
+      if (ids.length === watched.length && ids.every((id, i) => id === watched[i])) return;
+      watched = [...ids];
+      if (source) open();
+    },
+    retry() {
+      wait_ms = FIRST_WAIT_MS;
+      open();
+    },
+    close() {
+      closed = true;
+      clearTimeout(timer);
+      clearTimeout(hiddenTimer);
+      document.removeEventListener("visibilitychange", onVisibility);
+      if (source) source.close();
+    },
+  };
+}

@@ -1,0 +1,430 @@
+// The page: head, banner, and which part is shown by the view.
+
+import { getHello, getJson, onReachable, subscribe } from "./api.js";
+import { closePopover, showError, showKeys } from "./dialogs.js";
+import { h, icon } from "./dom.js";
+import { Store } from "./store.js";
+
+const store = new Store();
+const PAGES = { runs: "Runs", sweeps: "Sweeps", machines: "Machines" };
+const PANELS = {
+  curves: ["Curves", "./curves.js", "mount"],
+  bars: ["Bars", "./scatter.js", "mountBars"],
+  scatter: ["Scatter", "./scatter.js", "mount"],
+  parallel: ["Parallel", "./parallel.js", "mount"],
+  media: ["Media", "./media.js", "mount"],
+};
+const WATCH_MAX = 200;
+
+// --- parts that are mounted ---
+
+/** A place for one module at a time; a module that was asked for and is not wanted any more is not mounted. */
+class Slot {
+  constructor(element) {
+    this.element = element;
+    this.name = null;
+    this.mounted = null;
+  }
+
+  async show(name, path, exported = "mount") {
+    if (this.name === name) return;
+    this.clear();
+    this.name = name;
+    try {
+      const module = await import(path);
+      if (this.name !== name) return;
+      this.mounted = module[exported](this.element, store);
+    } catch (error) {
+      console.error(error);
+      if (this.name === name) this.element.replaceChildren(explainFailure(error, () => this.retry(path, exported)));
+    }
+  }
+
+  retry() {
+    this.name = null;
+    showView();
+  }
+
+  clear() {
+    if (this.mounted && this.mounted.unmount) this.mounted.unmount();
+    this.mounted = null;
+    this.name = null;
+    this.element.replaceChildren();
+  }
+
+  update(kind) {
+    if (this.mounted && this.mounted.update) this.mounted.update(kind);
+  }
+}
+
+function explainFailure(error, retry) {
+  return h(
+    "div",
+    { class: "empty" },
+    h("h2", {}, "This part of the page could not be loaded"),
+    h("p", {}, String(error.message || error)),
+    h("button", { onclick: retry }, "Try again"),
+  );
+}
+
+// --- the head ---
+
+const links = {};
+const status = h("span", { class: "live", title: "" }, h("i", {}), h("span", {}, "connecting"));
+const where = h("span", { class: "where" });
+const themeButton = h("button", { class: "quiet", onclick: switchTheme });
+
+function buildHead() {
+  const nav = h("nav", { "aria-label": "Pages" });
+  for (const [page, label] of Object.entries(PAGES)) {
+    links[page] = buildPageLink(page, label);
+    nav.append(links[page]);
+  }
+  const help = h("button", { class: "quiet", "aria-label": "Keys", title: "Keys (?)", onclick: showKeys }, icon("help"));
+  const brand = h("a", { class: "brand", href: "?", onclick: follow({ page: "runs" }) }, drawBrand(), "Echelon");
+  document.getElementById("top").append(brand, nav, where, status, themeButton, help);
+  showTheme();
+}
+
+function drawBrand() {
+  const mark = h("span", { class: "brand-mark", "aria-hidden": "true" });
+  mark.append(h("i", {}), h("i", {}), h("i", {}));
+  return mark;
+}
+
+function buildPageLink(page, label) {
+  const query = page === "runs" ? "?" : `?page=${page}`;
+  return h("a", { href: query, onclick: follow({ page, run: null, sweep: null }) }, label);
+}
+
+function follow(patch) {
+  return (event) => {
+    if (event.metaKey || event.ctrlKey || event.shiftKey || event.button) return;
+    event.preventDefault();
+    store.setView(patch);
+  };
+}
+
+function showRoots() {
+  const { roots, host } = store.meta;
+  const paths = roots.map((root) => root.path);
+  const text = paths.length > 1 ? `${paths.length} folders` : paths[0] || "";
+  where.textContent = host ? `${host}: ${text}` : text;
+  where.title = paths.join("\n");
+}
+
+const THEMES = { auto: ["auto", "Theme: as the system"], light: ["sun", "Theme: light"], dark: ["moon", "Theme: dark"] };
+
+function getTheme() {
+  return document.documentElement.dataset.theme || "auto";
+}
+
+function switchTheme() {
+  const next = { auto: "light", light: "dark", dark: "auto" }[getTheme()];
+  if (next === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = next;
+  try {
+    localStorage.setItem("echelon-theme", next);
+  } catch (error) {
+    console.warn(error); // it holds until the page is loaded again
+  }
+  showTheme();
+  onTheme();
+}
+
+function showTheme() {
+  const [name, label] = THEMES[getTheme()];
+  themeButton.replaceChildren(icon(name));
+  themeButton.title = label;
+  themeButton.setAttribute("aria-label", label);
+}
+
+function onTheme() {
+  store.emit("theme");
+  for (const slot of slots) slot.update("theme");
+}
+
+// --- the pages ---
+
+const main = document.getElementById("main");
+const tableElement = h("section", { class: "pane table-pane", "aria-label": "Runs" });
+const panelElement = h("div", { class: "panel-body", id: "panel" });
+const panelTabs = h("div", { class: "tabs", role: "tablist", "aria-label": "Charts" });
+const splitter = h("div", {
+  class: "splitter",
+  role: "separator",
+  tabindex: "0",
+  "aria-orientation": "vertical",
+  "aria-label": "Width of the table",
+  "aria-valuemin": "15",
+  "aria-valuemax": "85",
+});
+const panelPane = h("section", { class: "pane panel-pane", "aria-label": "Charts" }, panelTabs, panelElement);
+const runsPage = h("div", { class: "runs-page" }, tableElement, splitter, panelPane);
+const otherPage = h("div", { class: "other-page" });
+const tableSlot = new Slot(tableElement);
+const panelSlot = new Slot(panelElement);
+const pageSlot = new Slot(otherPage);
+const slots = [tableSlot, panelSlot, pageSlot];
+const OTHER_MODULES = {
+  run: "./run_page.js",
+  machines: "./machines.js",
+  sweeps: "./sweeps.js",
+  sweep: "./sweeps.js",
+};
+
+function showView() {
+  const page = store.get("page");
+  const isRuns = !(page in OTHER_MODULES);
+  if (isRuns) showRunsPage();
+  else showOtherPage(page);
+  for (const [name, link] of Object.entries(links)) {
+    const isHere = name === page || (name === "runs" && page === "run") || (name === "sweeps" && page === "sweep");
+    if (isHere) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  document.title = buildTitle(page);
+}
+
+function buildTitle(page) {
+  const row = page === "run" ? store.rows.get(store.view.run) : null;
+  const what = row ? row.name : page === "sweep" ? store.view.sweep || "Sweep" : PAGES[page] || "Runs";
+  return `${what} · Echelon`;
+}
+
+function showRunsPage() {
+  if (!runsPage.isConnected) {
+    pageSlot.clear();
+    main.replaceChildren(runsPage);
+  }
+  tableSlot.show("table", "./runs_table.js");
+  const name = store.get("panel");
+  runsPage.classList.toggle("no-panel", !(name in PANELS));
+  if (!(name in PANELS)) panelSlot.clear();
+  else if (store.isLoaded) panelSlot.show(name, PANELS[name][1], PANELS[name][2]);
+  showTabs(name);
+}
+
+function showOtherPage(page) {
+  if (!otherPage.isConnected) main.replaceChildren(otherPage);
+  const { run, sweep } = store.view;
+  if (store.isLoaded) pageSlot.show(`${page}|${run || ""}|${sweep || ""}`, OTHER_MODULES[page]);
+}
+
+function showTabs(current) {
+  const tabs = Object.entries(PANELS).map(([name, [label]]) =>
+    h(
+      "button",
+      {
+        role: "tab",
+        class: "tab",
+        "aria-selected": String(name === current),
+        "aria-controls": "panel",
+        tabindex: name === current ? "0" : "-1",
+        onclick: () => store.setView({ panel: name }),
+        onkeydown: moveInTabs,
+      },
+      label,
+    ),
+  );
+  const close = h(
+    "button",
+    {
+      class: "quiet tabs-close",
+      "aria-label": "Close the charts",
+      title: "Close the charts",
+      onclick: () => store.setView({ panel: "none" }),
+    },
+    icon("close"),
+  );
+  const hadFocus = panelTabs.contains(document.activeElement);
+  panelTabs.replaceChildren(...tabs, close);
+  if (hadFocus) panelTabs.querySelector("[aria-selected=true]")?.focus();
+}
+
+function moveInTabs(event) {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!step) return;
+  const names = Object.keys(PANELS);
+  const next = (names.indexOf(store.get("panel")) + step + names.length) % names.length;
+  store.setView({ panel: names[next] });
+}
+
+// --- the width of the table ---
+
+function setSplit(share) {
+  const bounded = Math.min(85, Math.max(15, share));
+  runsPage.style.setProperty("--split", `${bounded}%`);
+  splitter.setAttribute("aria-valuenow", String(Math.round(bounded)));
+  try {
+    localStorage.setItem("echelon-split", String(bounded));
+  } catch (error) {
+    console.warn(error);
+  }
+}
+
+function readSplit() {
+  try {
+    return Number(localStorage.getItem("echelon-split")) || 52;
+  } catch (error) {
+    return 52;
+  }
+}
+
+function wireSplitter() {
+  setSplit(readSplit());
+  const isStacked = () => getComputedStyle(runsPage).flexDirection === "column";
+  splitter.addEventListener("pointerdown", (event) => {
+    splitter.setPointerCapture(event.pointerId);
+    event.preventDefault();
+  });
+  splitter.addEventListener("pointermove", (event) => {
+    if (!splitter.hasPointerCapture(event.pointerId)) return;
+    const box = runsPage.getBoundingClientRect();
+    const share = isStacked() ? (event.clientY - box.top) / box.height : (event.clientX - box.left) / box.width;
+    setSplit(100 * share);
+  });
+  splitter.addEventListener("dblclick", () => setSplit(52));
+  splitter.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: -2, ArrowUp: -2, ArrowRight: 2, ArrowDown: 2 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    setSplit(readSplit() + step);
+  });
+}
+
+// --- the server ---
+
+const banner = document.getElementById("banner");
+let live = null;
+let isLost = false;
+let isUnknown = false;
+
+function showBanner(text) {
+  banner.hidden = !text;
+  if (banner.textContent !== text) banner.textContent = text;
+}
+
+function setLive(state) {
+  isLost = state === "lost";
+  status.dataset.state = isUnknown ? "lost" : state;
+  status.lastChild.textContent = { live: "live", lost: "offline", connecting: "connecting" }[state];
+  status.title = state === "live" ? "What changes on disk is shown within a second" : "";
+  if (state === "live") {
+    isUnknown = false;
+    showBanner("");
+    return;
+  }
+  if (isLost) checkServer();
+}
+
+/** Tell a server that is gone from one that does not know this page any more. */
+async function checkServer() {
+  try {
+    await getJson("/api/hello");
+  } catch (error) {
+    isUnknown = error.status === 401;
+    if (!isLost) return;
+    showBanner(
+      isUnknown
+        ? `${error.message}: ${error.hint}.`
+        : "The board's server does not answer; trying again. What is shown is the last that was known.",
+    );
+  }
+}
+
+function getWatchedIds() {
+  const ids = new Set(store.get("page") === "run" && store.view.run ? [store.view.run] : []);
+  for (const id of store.watched) ids.add(id);
+  if (store.isLoaded && store.get("page") === "runs") for (const row of store.getShownRows()) ids.add(row.id);
+  return [...ids].slice(0, WATCH_MAX).sort();
+}
+
+let watchTimer = 0;
+function watchLater() {
+  clearTimeout(watchTimer);
+  watchTimer = setTimeout(() => live && live.setWatch(getWatchedIds()), 250);
+}
+
+async function loadRows() {
+  try {
+    await store.load();
+    return true;
+  } catch (error) {
+    setLive("lost");
+    if (error.status && error.status !== 401) showError(error);
+    return false;
+  }
+}
+
+async function start() {
+  buildHead();
+  wireSplitter();
+  showView();
+  let wait_ms = 300;
+  while (!(await loadRows())) {
+    await new Promise((resolve) => setTimeout(resolve, wait_ms));
+    wait_ms = Math.min(4000, wait_ms * 1.6);
+  }
+  showBanner("");
+  live = subscribe(
+    {
+      onRows: (data) => store.applyRows(data),
+      onMetrics: (ids) => store.emit("metrics", ids),
+      onLogs: (ids) => store.emit("logs", ids),
+      onReload: loadRows,
+      onState: setLive,
+      getGeneration: () => store.meta.generation,
+    },
+    getWatchedIds(),
+  );
+  getHello().then((hello) => Object.assign(store.meta, hello), () => {});
+}
+
+store.on("rows", () => {
+  showRoots();
+  showView();
+  for (const slot of slots) slot.update("rows");
+  watchLater();
+});
+store.on("view", () => {
+  closePopover();
+  showView();
+  for (const slot of slots) slot.update("view");
+  watchLater();
+});
+store.on("metrics", () => slots.forEach((slot) => slot.update("metrics")));
+store.on("logs", () => slots.forEach((slot) => slot.update("logs")));
+store.on("watch", watchLater);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", onTheme);
+onReachable((isReachable) => {
+  if (isReachable && isLost && live) live.retry();
+});
+
+// --- keys of the page ---
+
+let lastKey = "";
+document.addEventListener("keydown", (event) => {
+  const before = lastKey;
+  lastKey = "";
+  if (event.ctrlKey || event.metaKey || event.altKey || isTyping(event.target)) return;
+  if (event.key === "?") showKeys();
+  else if (event.key === "/") {
+    const box = document.querySelector("[data-search]");
+    if (!box) return;
+    box.focus();
+    box.select();
+  } else if (before === "g" && "rsm".includes(event.key)) {
+    store.setView({ page: { r: "runs", s: "sweeps", m: "machines" }[event.key], run: null, sweep: null });
+  } else {
+    if (event.key === "g") lastKey = "g";
+    return;
+  }
+  event.preventDefault();
+});
+
+function isTyping(target) {
+  return target instanceof HTMLElement && (target.isContentEditable || /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName));
+}
+
+start();
