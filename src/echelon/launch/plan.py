@@ -98,7 +98,11 @@ class LaunchPlan:
 
     def print_plan(self, as_json: bool) -> None:
         """Print the plan, as text or as JSON."""
-        print(json.dumps(self.to_dict(), indent=2) if as_json else "\n".join(self._render_lines()))
+        print(json.dumps(self.to_dict(), indent=2) if as_json else self.render_text())
+
+    def render_text(self) -> str:
+        """Return the plan as `--dry-run` prints it."""
+        return "\n".join(self._render_lines())
 
     def _render_lines(self) -> Iterator[str]:
         yield f"launch={self.launcher}{self._render_shape()}"

@@ -22,6 +22,7 @@ from echelon.runs.accounting import RunAccounting, account_for_run
 from echelon.runs.annotations import Annotations, read_annotations
 from echelon.runs.curves import Curve, RunMetrics, load_metrics, read_overview
 from echelon.runs.find import find_run_including_broken
+from echelon.runs.history import RunHistory
 from echelon.runs.metrics_file import SPEED_METRICS, is_number, read_recent_metrics
 from echelon.runs.record import RunRecord, read_run_records
 from echelon.runs.run_folder import Run
@@ -135,7 +136,28 @@ def show_run(where: str, root: str, as_json: bool) -> int:
 
 
 def _to_json_data(details: RunDetails) -> dict[str, Any]:
-    record, status = details.record, details.record.run_status
+    curves = details.metrics.curves
+    return describe_run(
+        details.record,
+        details.metrics.history,
+        details.accounting,
+        details.annotations,
+        details.step,
+        details.trained_s,
+    ) | {"metrics": {name: _summarize_curve(curve) for name, curve in curves.items()}}
+
+
+def describe_run(
+    record: RunRecord,
+    history: RunHistory,
+    accounting: RunAccounting | None,
+    annotations: Annotations,
+    step: int | None,
+    trained_s: float | None,
+) -> dict[str, Any]:
+    """Return what `echelon show --json` prints of a run but its metrics, which may take long to
+    read."""
+    status = record.run_status
     return {
         "version": JSON_VERSION,
         "run": record.name,
@@ -146,21 +168,18 @@ def _to_json_data(details: RunDetails) -> dict[str, Any]:
         "state": record.state,
         "note": record.problem or status.note,
         "started": status.started,
-        "trained_s": details.trained_s,
+        "trained_s": trained_s,
         **{key: getattr(status, key) for key in ("launcher", "job", "host", "nodes", "world")},
-        "step": details.step,
+        "step": step,
         "total_steps": record.facts.total_steps,
         "settings": find_non_defaults(record),
-        "tags": list(details.annotations.tags),
-        "user_note": details.annotations.note,
-        "phases": phases_to_json(details.metrics.history),
-        "accounting": accounting_to_json(details.accounting, details.metrics.history),
-        "metrics": {
-            name: _summarize_curve(curve) for name, curve in details.metrics.curves.items()
-        },
+        "tags": list(annotations.tags),
+        "user_note": annotations.note,
+        "phases": phases_to_json(history),
+        "accounting": accounting_to_json(accounting, history),
         "snapshots": [
             {"step": step, "best": is_best, "folder": str(folder)}
-            for step, is_best, folder in _list_snapshots(record.run)
+            for step, is_best, folder in list_run_snapshots(record.run)
         ],
         "mirror": _get_mirror(record),
         "files": {name: str(path) for name, path in _list_files(record.run).items()},
@@ -278,28 +297,37 @@ def _format_progress(details: RunDetails) -> str:
 def _format_speed_row(details: RunDetails) -> str:
     """Return the speed by the last lines of the last start, whose size may differ from those
     before; the split of a step is a mean of the last samples, because a single step says little."""
-    phases = details.metrics.history.training_phases
+    last, parts = measure_recent_speed(details.record, details.metrics.history)
+    if not last:
+        return ""
+    of = ", ".join(f"{part} {format_three_digits(ms)}" for part, ms in parts.items())
+    text = ", ".join(format_speed(last)) + (f"; of a step: {of} ms" if of else "")
+    if last.get("slowest_x", 0) >= 1.5:
+        text += f"; rank {last['slowest_rank']:.0f} takes {last['slowest_x']:g} × the median"
+    return text
+
+
+def measure_recent_speed(
+    record: RunRecord, history: RunHistory
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the last value of each metric of speed since the last start, and the milliseconds of
+    a step by its parts, each a mean of the last samples; both empty without lines of training."""
+    phases = history.training_phases
     since = phases[-1].trained_since if phases else None
-    lines = read_recent_metrics(details.record.run.metrics_file)
+    lines = read_recent_metrics(record.run.metrics_file)
     recent = [line for line in lines if since is None or line["time"] >= since]
     values = {
         name: found
         for name in SPEED_METRICS
         if (found := [line[name] for line in recent if is_number(line.get(name))])
     }
-    if not values:
-        return ""
     last = {name: found[-1] for name, found in values.items()}
     parts = {
         part: statistics.fmean(values[f"{part}_ms"][-_RECENT_SAMPLES:])
         for part in ("data", "compute", "communication", "optimizer")
         if f"{part}_ms" in values
     }
-    of = ", ".join(f"{part} {format_three_digits(ms)}" for part, ms in parts.items())
-    text = ", ".join(format_speed(last)) + (f"; of a step: {of} ms" if of else "")
-    if last.get("slowest_x", 0) >= 1.5:
-        text += f"; rank {last['slowest_rank']:.0f} takes {last['slowest_x']:g} × the median"
-    return text
+    return last, parts
 
 
 # --- results and curves ---
@@ -398,7 +426,7 @@ def _get_mirror(record: RunRecord) -> dict[str, Any] | None:
     return mirror if isinstance(mirror, dict) else None
 
 
-def _list_snapshots(run: Run) -> list[tuple[int, bool, Path]]:
+def list_run_snapshots(run: Run) -> list[tuple[int, bool, Path]]:
     """Return step, whether it is the best, and folder of each snapshot, oldest first."""
     best = find_best(run.snapshots_folder)
     folders = list_snapshots(run.snapshots_folder, ignore_errors=True)
@@ -411,7 +439,7 @@ def _list_files(run: Run) -> dict[str, Path]:
 
 
 def _list_locations(record: RunRecord) -> dict[str, str]:
-    steps = [f"{s} (best)" if best else str(s) for s, best, _ in _list_snapshots(record.run)]
+    steps = [f"{s} (best)" if best else str(s) for s, best, _ in list_run_snapshots(record.run)]
     snapshots = (
         f"{shorten_path(record.run.snapshots_folder)} at step {', '.join(steps)}" if steps else ""
     )
