@@ -8,7 +8,9 @@ a histogram  {"bins": [0.0, 0.5, 1.0], "counts": [7, 3]}
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import struct
+import urllib.parse
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,16 @@ from echelon.runs.run_folder import Run
 
 PNG_COLOR_TYPES = {1: 0, 3: 2, 4: 6}
 """By the number of channels: gray, RGB, RGBA."""
+_MAX_FILE_NAME = 100
+
+
+def quote_media_name(name: str) -> str:
+    """Return the name of a metric as part of a file name; no two names have the same."""
+    # Hidden files in the folder are half written ones, so no name may begin with a dot.
+    quoted = urllib.parse.quote(name, safe="").replace(".", "%2E")
+    if len(quoted) <= _MAX_FILE_NAME:
+        return quoted
+    return hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
 
 
 def remove_media_after(run: Run, step: int) -> None:

@@ -3,11 +3,9 @@ them in metrics.jsonl is in `tracking.media_records`."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import struct
-import urllib.parse
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echelon.runs.run_folder import Run
-from echelon.tracking.media_records import PNG_COLOR_TYPES
+from echelon.tracking.media_records import PNG_COLOR_TYPES, quote_media_name
 from echelon.utils.files import replace_file
 
 _GRID_GAP = 2
@@ -24,7 +22,6 @@ _MAX_BINS = 512
 """As many as wandb takes."""
 _MAX_TEXT_BYTES = 1 << 19
 """Readers of metrics.jsonl take lines of twice as many bytes."""
-_MAX_FILE_NAME = 100
 
 Array = npt.NDArray[Any]
 
@@ -98,7 +95,7 @@ def encode_media(run: Run, name: str, step: int, value: Media) -> Any:
     if isinstance(value, Image):
         pixels = value.render_pixels()
         run.media_folder.mkdir(exist_ok=True)
-        path = run.media_folder / f"{_quote_name(name)}-{step:09d}.png"
+        path = run.media_folder / f"{quote_media_name(name)}-{step:09d}.png"
         with replace_file(path) as temporary:
             temporary.write_bytes(encode_png(pixels))
         return {"image": str(path.relative_to(run.folder))}
@@ -188,12 +185,3 @@ def _encode_chunks(chunks: tuple[tuple[bytes, bytes], ...]) -> Iterator[bytes]:
     for kind, data in chunks:
         checksum = zlib.crc32(kind + data)
         yield struct.pack(">I", len(data)) + kind + data + struct.pack(">I", checksum)
-
-
-def _quote_name(name: str) -> str:
-    """Return a name as part of a file name; no two names have the same."""
-    # Hidden files in the folder are half written ones, so no name may begin with a dot.
-    quoted = urllib.parse.quote(name, safe="").replace(".", "%2E")
-    if len(quoted) <= _MAX_FILE_NAME:
-        return quoted
-    return hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
