@@ -156,13 +156,6 @@ function* splitByRanges(text, start, ranges) {
   if (from < text.length) yield [text.slice(from), false];
 }
 
-/** Return what a terminal would show of a line with carriage returns, and how many states it had. */
-export function takeLastState(line) {
-  const text = line.replace(/\r+$/, "");
-  const at = text.lastIndexOf("\r");
-  return at < 0 ? { text, states: 1 } : { text: text.slice(at + 1), states: text.split("\r").length };
-}
-
 /** The lines of a log by their numbers, fetched in blocks when they are looked at. */
 class LineBlocks {
   constructor(path, onChange) {
@@ -175,6 +168,9 @@ class LineBlocks {
     this.names = names;
     this.blocks = new Map();
     this.loading = new Map();
+    this.tried = new Map(); // block → how many lines there were when it was fetched
+    this.partial = []; // numbers of lines that are still being written
+    this.mark = null;
     this.total = 0;
     this.size = null;
     this.isComplete = false;
@@ -195,7 +191,10 @@ class LineBlocks {
       if (block) {
         this.blocks.delete(number); // and to the end: the first ones are dropped first
         this.blocks.set(number, block);
-      } else if (!this.loading.has(number)) this.fetch(number);
+      }
+      const wanted = Math.min(BLOCK_LINES, this.total - number * BLOCK_LINES);
+      const isMissing = !block || (block.size < wanted && this.tried.get(number) !== this.total);
+      if (isMissing && !this.loading.has(number)) this.fetch(number);
     }
   }
 
@@ -223,7 +222,7 @@ class LineBlocks {
     try {
       const answer = await wait;
       if (generation !== this.generation) return;
-      this.store(answer, number * BLOCK_LINES);
+      if (!this.store(answer, number * BLOCK_LINES)) return this.follow(); // it begins anew
       // An answer may be cut where its lines are long: the rest of the block is another request.
       let next = number * BLOCK_LINES + answer.lines.length;
       const end = Math.min((number + 1) * BLOCK_LINES, this.total);
@@ -234,6 +233,7 @@ class LineBlocks {
         this.store(more, next);
         next += more.lines.length;
       }
+      this.tried.set(number, this.total);
       this.error = null;
     } catch (error) {
       if (generation === this.generation) this.error = error;
@@ -248,9 +248,16 @@ class LineBlocks {
     return getJson(this.path, { ...names, ...params });
   }
 
+  /** Keep what came. Returns false if the lines of before are no more: the log was replaced. */
   store(answer, from) {
     this.knownNames = answer.names || [];
-    if (answer.total < this.total) this.blocks.clear(); // another file under the same name
+    if (this.mark !== null && answer.mark !== this.mark) {
+      this.clear(this.names);
+      return false;
+    }
+    this.mark = answer.mark ?? null;
+    for (const n of this.partial) this.blocks.get(Math.floor(n / BLOCK_LINES))?.delete(n);
+    this.partial = this.partial.filter((n) => n < from || n >= from + answer.lines.length);
     this.total = answer.total;
     this.size = answer.size ?? null;
     this.isComplete = answer.complete !== false;
@@ -259,8 +266,10 @@ class LineBlocks {
       const number = Math.floor(at / BLOCK_LINES);
       if (!this.blocks.has(number)) this.blocks.set(number, new Map());
       this.blocks.get(number).set(at, line);
+      if (line.partial) this.partial.push(at);
     });
     while (this.blocks.size > KEPT_BLOCKS) this.blocks.delete(this.blocks.keys().next().value);
+    return true;
   }
 }
 
@@ -389,7 +398,7 @@ export function mountLogs(element, store, id) {
   function renderFoot() {
     const parts = [`${blocks.total.toLocaleString("en")} lines`];
     if (blocks.size !== null) parts.push(formatBytes(blocks.size));
-    if (!blocks.isComplete) parts.push("still being indexed");
+    if (!blocks.isComplete) parts.push("still being read");
     if (view.selection) {
       const [a, b] = view.selection;
       parts.push(a === b ? `line ${a + 1} chosen` : `lines ${a + 1} to ${b + 1} chosen`);
@@ -576,21 +585,15 @@ export function mountLogs(element, store, id) {
     if ((blocks.knownNames || []).length > 1 && blocks.names.length !== 1) {
       row.append(h("span", { class: `lv-name lv-name${hashName(line.name)}`, title: line.name }, line.name));
     }
-    const { text, states } = takeLastState(line.text || "");
+    const text = line.text || "";
     const shown = expanded.get(n) || SHOWN_CHARACTERS;
     const holder = h("span", { class: "lv-text", dir: "ltr" });
-    const isOpen = expanded.has(n);
-    renderLine(holder, isOpen ? (line.text || "").slice(0, shown) : text.slice(0, shown), matches.pattern);
-    if (states > 1 && !isOpen) {
-      holder.append(makeMore(n, `↻ ${states - 1}`, "Show the earlier states of this line", shown));
-    }
-    const rest = (isOpen ? (line.text || "") : text).length - shown;
+    renderLine(holder, text.slice(0, shown), matches.pattern);
+    const rest = text.length - shown;
     if (rest > 0) {
       holder.append(makeMore(n, `… ${rest.toLocaleString("en")} more characters`, "Show more of this line", shown + STEP_CHARACTERS));
-    } else if (line.cut || line.cut_bytes) {
-      const bytes = line.bytes ?? line.cut_bytes;
-      const size = typeof bytes === "number" ? ` (${formatBytes(bytes)})` : "";
-      holder.append(h("span", { class: "lv-control" }, ` … the line is longer${size}: it is whole in the download`));
+    } else if (line.cut) {
+      holder.append(h("span", { class: "lv-control" }, ` … and ${formatBytes(line.cut)} more, which the download has`));
     }
     row.append(holder);
     if (!rest || rest < 0) row.dataset.plain = "1";
@@ -669,12 +672,16 @@ export function mountLogs(element, store, id) {
     try {
       const answer = await blocks.request({ from: 0, count: 1, search: text, regex: isRegex ? 1 : 0 });
       if (turn !== searching || isGone) return;
+      if (answer.search_fault) throw new Error(answer.search_fault);
       const lines = answer.matches || [];
-      matches = { text, lines, set: new Set(lines), isCut: lines.length >= 10_000, pattern: makePattern(text, isRegex) };
+      const hadNone = !matches.lines.length || matches.text !== text;
+      matches = { text, lines, set: new Set(lines), count: answer.match_count ?? lines.length, pattern: makePattern(text, isRegex) };
+      matches.isSearching = answer.searching === true;
       if (!matches.set.has(view.current)) view.current = null;
       showFound();
-      if (goes && lines.length) goToMatch(0);
+      if (goes && hadNone && lines.length) goToMatch(0);
       else draw();
+      if (matches.isSearching) searchLater(goes && !lines.length, 400);
     } catch (error) {
       if (turn !== searching || isGone) return;
       matches = { text, lines: [], set: new Set() };
@@ -694,13 +701,16 @@ export function mountLogs(element, store, id) {
   }
 
   function showFound() {
-    const { lines, text, isCut } = matches;
+    const { lines, text, count, isSearching } = matches;
     found.classList.remove("rp-bad");
     if (!text) found.textContent = "";
-    else if (!lines.length) found.textContent = "not found";
+    else if (!lines.length) found.textContent = isSearching ? "searching …" : "not found";
     else {
-      const at = view.current === null ? "" : `${(lines.indexOf(view.current) + 1).toLocaleString("en")} of `;
-      found.textContent = `${at}${lines.length.toLocaleString("en")}${isCut ? "+" : ""}`;
+      const place = lines.indexOf(view.current);
+      const at = place < 0 ? "" : `${(place + 1).toLocaleString("en")} of `;
+      const more = count > lines.length ? `, the first ${lines.length.toLocaleString("en")} can be gone to` : "";
+      found.textContent = `${at}${count.toLocaleString("en")}${isSearching ? " …" : ""}`;
+      found.title = `${count.toLocaleString("en")} lines${more}`;
     }
     previous.disabled = next.disabled = !lines.length;
   }
@@ -731,7 +741,7 @@ export function mountLogs(element, store, id) {
       for (let n = a; n < end; ) {
         const answer = await blocks.request({ from: n, count: Math.min(1000, end - n) });
         if (!answer.lines.length) break;
-        lines.push(...answer.lines.map((line) => stripAnsi(takeLastState(line.text).text)));
+        lines.push(...answer.lines.map((line) => stripAnsi(line.text)));
         n += answer.lines.length;
       }
       await copyText(`${lines.join("\n")}\n`);
@@ -761,7 +771,14 @@ export function mountLogs(element, store, id) {
     renderDownload();
     showMessage();
     draw();
+    if (!blocks.isComplete && !readTimer) {
+      readTimer = setTimeout(() => {
+        readTimer = 0;
+        if (!isGone) blocks.follow();
+      }, 400);
+    }
   }
+  let readTimer = 0;
 
   async function open() {
     totalBefore = 0;
@@ -775,14 +792,17 @@ export function mountLogs(element, store, id) {
 
   async function onGrown() {
     await blocks.follow();
-    if (!isGone && matches.text && !searchTimer) {
-      searchTimer = setTimeout(() => {
-        searchTimer = 0;
-        if (!isGone) search(false);
-      }, 2000);
-    }
+    if (!isGone && matches.text) searchLater(false, 2000);
   }
+
   let searchTimer = 0;
+  function searchLater(goes, wait_ms) {
+    if (searchTimer) return;
+    searchTimer = setTimeout(() => {
+      searchTimer = 0;
+      if (!isGone && input.value) search(goes);
+    }, wait_ms);
+  }
 
   body.addEventListener("scroll", onScroll, { passive: true });
   body.addEventListener("wheel", (event) => {
@@ -860,6 +880,7 @@ export function mountLogs(element, store, id) {
       observer.disconnect();
       cancelAnimationFrame(frame);
       clearTimeout(searchTimer);
+      clearTimeout(readTimer);
       clearTimeout(typing);
       element.replaceChildren();
     },
