@@ -389,9 +389,9 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
+            flat.update(flatten(value, f"{prefix}{key}."))
         else:
-            flat[f"{prefix}{key}"] = value
+            flat[prefix + key] = value
     return flat
 
 

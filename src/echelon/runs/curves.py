@@ -267,17 +267,27 @@ def read_progress(record: RunRecord) -> RunProgress:
 def read_overview(record: RunRecord) -> RunOverview:
     """Return the overview by the run's small files: status, summary and history. Of metrics.jsonl
     only the lines are read that its summary does not have yet."""
-    summary = read_summary(record.run)
+    is_running = record.run_status.state == "running"
+    lines = read_recent_metrics(record.run.metrics_file) if is_running else []
+    return derive_overview(record, read_summary(record.run), read_record_history(record), lines)
+
+
+def derive_overview(
+    record: RunRecord,
+    summary: MetricsSummary,
+    history: RunHistory,
+    recent_lines: Sequence[MetricsLine],
+) -> RunOverview:
+    """Return the overview by a summary and a history that are known already, and the last lines of
+    metrics.jsonl of a run that is running."""
     name, best = record.best_name, record.facts.best
     has_trained = summary.last_training_step is not None
     if best is None and has_trained and (evaluated := summary.metrics.get(f"eval_{name}")):
         best = evaluated.get_best(record.best_is)
     if best is None and has_trained and (loss := summary.metrics.get("loss")):
         name, best = "train loss", loss.last
-    is_running = record.run_status.state == "running"
-    lines = read_recent_metrics(record.run.metrics_file) if is_running else []
-    progress = _derive_progress(record, summary.last_step, lines)
-    return RunOverview(progress, best, name, _count_trained_s(record, summary), summary)
+    progress = _derive_progress(record, summary.last_step, recent_lines)
+    return RunOverview(progress, best, name, _count_trained_s(record, summary, history), summary)
 
 
 def _derive_progress(
@@ -304,10 +314,11 @@ def _estimate_eta_s(record: RunRecord, lines: Sequence[MetricsLine]) -> float | 
     return max(0.0, ready - time.time())
 
 
-def _count_trained_s(record: RunRecord, summary: MetricsSummary) -> float | None:
+def _count_trained_s(
+    record: RunRecord, summary: MetricsSummary, history: RunHistory
+) -> float | None:
     """Return the seconds of training by the run's history. Without one, which programs in a job of
     their own and older runs do not have, it is the time from the first line to the last."""
-    history = read_record_history(record)
     if history.phases:
         return history.trained_s
     first = read_first_metrics(record.run.metrics_file)

@@ -7,6 +7,7 @@ Names are read word by word, so `mape` is not a `map` and `accumulated_error` no
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 _HIGHER_WORDS = (
     r"acc|accuracy|auc|auroc|roc_auc|auprc|f1|fbeta|recall|precision|sensitivity|specificity|ndcg"
@@ -27,6 +28,7 @@ _WORD_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z][a-z])|(?<=[a-z][a-z0-9])(?=[A-
 """In a name such as `BinaryAccuracy` or `BinaryAUROC`, but not in `mAP`."""
 
 
+@lru_cache(4096)
 def guess_best_is(name: str) -> str | None:
     """Return whether the best value of a metric is its `max` or its `min`; None for a name that
     says neither, or both, such as `accuracy_loss`."""

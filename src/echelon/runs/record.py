@@ -6,7 +6,7 @@ be read is missing, and a folder without a readable configuration says why it is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from echelon.config import bundled_experiments
 from echelon.runs.create import get_short_subject
 from echelon.runs.metric_direction import guess_best_is
 from echelon.runs.run_folder import Run
+from echelon.runs.slurm_queue import SlurmQueueAnswer, query_jobs
 from echelon.runs.status import FolderFacts, RunStatus, derive_statuses
 from echelon.utils.os_errors import format_os_error_reason
 
@@ -119,10 +120,12 @@ class RunRecord:
         return value if isinstance(value, dict) else {}
 
 
-def read_run_records(runs: Iterable[Run]) -> tuple[list[RunRecord], str]:
+def read_run_records(
+    runs: Iterable[Run], ask_slurm: Callable[[Sequence[str]], SlurmQueueAnswer] = query_jobs
+) -> tuple[list[RunRecord], str]:
     """Return a record of each run, newest first, and why Slurm did not answer, if it did not."""
     facts = {str(run.folder): FolderFacts.read(run) for run in runs}
-    statuses, silence = derive_statuses(list(facts.values()))
+    statuses, silence = derive_statuses(list(facts.values()), ask_slurm)
     return [RunRecord(facts[status.folder], status) for status in statuses], silence
 
 

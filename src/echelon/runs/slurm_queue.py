@@ -57,6 +57,14 @@ def run_slurm_command(*words: str, input: str | None = None) -> subprocess.Compl
         return subprocess.CompletedProcess(words, 127, "", reason)
 
 
+def query_jobs(jobs: Sequence[str]) -> SlurmQueueAnswer:
+    """Return the states of jobs, by the queue and, of those that have left it, by the
+    accounting."""
+    answer = query_queue(jobs)
+    gone = [] if answer.error else [job for job in jobs if job not in answer.states]
+    return SlurmQueueAnswer(answer.states | query_accounting(gone), answer.error)
+
+
 def query_queue(jobs: Sequence[str]) -> SlurmQueueAnswer:
     """Return the jobs in the queue, and those that ended so recently that Slurm still knows
     them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,7 @@ from echelon.runs.slurm_queue import (
     WAITING_STATES,
     SlurmJobState,
     SlurmQueueAnswer,
-    query_accounting,
-    query_queue,
+    query_jobs,
 )
 
 ACTIVE_STATES = ("starting", "queued", "requeued", "running")
@@ -67,22 +66,23 @@ def read_run_status(run: Run) -> RunStatus:
     return status
 
 
-def derive_statuses(facts: Sequence[FolderFacts]) -> tuple[list[RunStatus], str]:
+def derive_statuses(
+    facts: Sequence[FolderFacts],
+    ask_slurm: Callable[[Sequence[str]], SlurmQueueAnswer] = query_jobs,
+) -> tuple[list[RunStatus], str]:
     """Return the status of all runs by what their folders say, newest first, and why Slurm did not
     answer, if it did not.
 
     Slurm is asked at most twice, whatever the number of runs: its queue, and its accounting for
-    jobs that have left the queue.
+    jobs that have left the queue. ``ask_slurm`` is for callers that have asked it already.
     """
     unfinished_jobs = [f.job for f in facts if f.job and f.exit_code is None]
-    answer = query_queue(unfinished_jobs)
-    gone = [] if answer.error else [job for job in unfinished_jobs if job not in answer.states]
-    states = answer.states | query_accounting(gone)
-    active_jobs = {job for job, state in states.items() if state.is_active}
+    answer = ask_slurm(unfinished_jobs)
+    active_jobs = {job for job, state in answer.states.items() if state.is_active}
     # A job that ended while Slurm was asked wrote its exit code after its folder was read.
     ended_jobs = set() if answer.error else set(unfinished_jobs) - active_jobs
     facts = [FolderFacts.read(f.run) if f.job in ended_jobs else f for f in facts]
-    statuses = [_derive_status(f, SlurmQueueAnswer(states, answer.error)) for f in facts]
+    statuses = [_derive_status(f, answer) for f in facts]
     return sorted(statuses, key=lambda s: s.started, reverse=True), answer.error
 
 
@@ -121,8 +121,10 @@ class FolderFacts:
     @property
     def job(self) -> str | None:
         """Slurm's id of the job, if Slurm runs it."""
+        if self.launcher != "slurm":
+            return None
         job = str(self.status.get("job") or self.run.read_job_id())
-        return job if self.launcher == "slurm" and _JOB_ID.fullmatch(job) else None
+        return job if _JOB_ID.fullmatch(job) else None
 
     @property
     def process(self) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from functools import cache
 from typing import Any
 
 from echelon.config.schema import Config, flatten
@@ -27,9 +28,38 @@ def flatten_settings(record: RunRecord) -> dict[str, Any]:
     return {_get_command_line_key(k, flat): v for k, v in flat.items() if k != "experiment.entry"}
 
 
-def _get_command_line_key(key: str, flat: dict[str, Any]) -> str:
+def flatten_changed_settings(record: RunRecord) -> dict[str, Any]:
+    """Return those of flatten_settings() that are not the defaults of the schema. Sections that are
+    as they are by default are not looked into, since a list may have thousands of runs."""
+    sections, defaults = _get_default_sections(), get_default_settings()
+    changed = {
+        key: value
+        for key, value in record.config.items()
+        if key != "program" and (key not in sections or sections[key] != value)
+    }
+    flat = flatten(changed)
+    known = flat.keys() | defaults.keys()
+    return {
+        _get_command_line_key(key, known): value
+        for key, value in flat.items()
+        if key != "experiment.entry" and (key not in defaults or defaults[key] != value)
+    }
+
+
+@cache
+def get_default_settings() -> dict[str, Any]:
+    """Return the settings of the schema with their defaults, flat."""
+    return flatten(_get_default_sections())
+
+
+@cache
+def _get_default_sections() -> dict[str, Any]:
+    return Config().to_dict()
+
+
+def _get_command_line_key(key: str, known: Container[str]) -> str:
     bare = key.removeprefix("experiment.")
-    return key if bare in flat else bare
+    return key if bare in known else bare
 
 
 def find_setting_differences(records: Sequence[RunRecord]) -> list[dict[str, str]]:
