@@ -299,6 +299,7 @@ const banner = document.getElementById("banner");
 let live = null;
 let isLost = false;
 let isUnknown = false;
+let lastRetry = 0;
 
 function showBanner(text) {
   banner.hidden = !text;
@@ -388,7 +389,7 @@ store.on("rows", () => {
   watchLater();
 });
 store.on("view", () => {
-  closePopover();
+  if (!store.keepsPopover) closePopover();
   showView();
   for (const slot of slots) slot.update("view");
   watchLater();
@@ -398,7 +399,9 @@ store.on("logs", () => slots.forEach((slot) => slot.update("logs")));
 store.on("watch", watchLater);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", onTheme);
 onReachable((isReachable) => {
-  if (isReachable && isLost && live) live.retry();
+  if (!isReachable || !isLost || !live || Date.now() - lastRetry < 1500) return;
+  lastRetry = Date.now();
+  live.retry();
 });
 
 // --- keys of the page ---

@@ -48,6 +48,7 @@ export class Store {
     this.memos = new Map();
     this.colours = new Map();
     this.watched = new Set();
+    this.keepsPopover = false;
     window.addEventListener("popstate", () => this.readAddress());
   }
 
@@ -127,6 +128,14 @@ export class Store {
     this.viewVersion += 1;
     history[replace ? "replaceState" : "pushState"](null, "", `${location.pathname}${query}`);
     this.emit("view", patch);
+  }
+
+  /** Show the view of a query string, such as a saved one. */
+  openQuery(query) {
+    this.view = parseView(query);
+    this.viewVersion += 1;
+    history.pushState(null, "", `${location.pathname}${formatView(this.view)}`);
+    this.emit("view", {});
   }
 
   /** Return a key of the view, or what it is by default. */
@@ -265,7 +274,7 @@ export class Store {
       const keys = this.getGroupKeys();
       const groups = new Map();
       for (const row of visible) {
-        const parts = keys.map((key) => [key, formatCell(this.getValue(row, key))]);
+        const parts = keys.map((key) => [key, formatCell(key === "sweep" ? row.sweep : this.getValue(row, key))]);
         const id = JSON.stringify(parts.map(([, text]) => text));
         let found = groups.get(id);
         if (!found) {
