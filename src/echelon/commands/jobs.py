@@ -176,10 +176,18 @@ def cancel(words: list[str]) -> int:
         "done. `echelon resume RUN` goes on later.",
     )
     parser.add_argument("run", nargs="+", help=f"{RUN_HELP}, or what several were submitted as")
-    parser.add_argument("--now", action="store_true", help="kill: the last snapshot stands")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--now", action="store_true", help="kill: the last snapshot stands")
+    how.add_argument(
+        "--requeue", action="store_true", help="slurm: save, end, and go on in another job"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done and stop")
     add_dir_argument(parser)
     given = parser.parse_args(words)
-    from echelon.jobs.cancel import cancel_runs
+    from echelon.jobs.cancel import cancel_runs, requeue_runs
     from echelon.runs.find import find_runs
 
-    return cancel_runs([run for name in given.run for run in find_runs(name, given.dir)], given.now)
+    runs = [run for name in given.run for run in find_runs(name, given.dir)]
+    if given.requeue:
+        return requeue_runs(runs, given.dry_run)
+    return cancel_runs(runs, given.now, given.dry_run)

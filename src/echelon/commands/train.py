@@ -106,6 +106,9 @@ def train(words: Sequence[str], experiment: UserExperiment | None = None) -> int
         action="store_true",
         help="a run for each combination: lr=0.1,0.2 seed=range(0,5); on slurm as an array",
     )
+    parser.add_argument(
+        "--like", metavar="RUN", help="a new run with the settings of this one; what is typed wins"
+    )
     given = parse_with_overrides(
         parser,
         drop_trial_arguments(words, trial),
@@ -117,11 +120,47 @@ def train(words: Sequence[str], experiment: UserExperiment | None = None) -> int
         parser.error("`wandb agent` asks for one run, so --multirun cannot be")
     if given.multirun and given.json:
         parser.error("--json is for one run")
+    if given.like is not None:
+        if given.multirun or experiment is not None or trial:
+            parser.error("--like is for `echelon train` and one run")
+        return _train_like(given.like, given.overrides, given.dry_run, given.json, given.wait)
     if given.multirun:
         return train_multirun(given.overrides, experiment, given.dry_run, given.wait)
     return train(
         given.overrides, experiment, dry_run=given.dry_run, as_json=given.json, wait=given.wait
     )
+
+
+def _train_like(where: str, overrides: list[str], dry_run: bool, as_json: bool, wait: bool) -> int:
+    """Start a new run with the settings of another one, beside it, and return its exit code."""
+    from echelon.config.compose import recompose
+    from echelon.entrypoint import start_run
+    from echelon.runs.find import find_run
+
+    run = find_run(where)
+    config = run.read_config()
+    if run.submission_file is not None:
+        raise EchelonError(
+            Fault(
+                f"run {run.name} is a submitted command, whose code and settings are its own",
+                "submit the command again with `echelon submit`",
+            )
+        )
+    _require_no_script(run, config)
+    experiment = _find_resumed_experiment(config, overrides)
+    new = recompose(config, overrides, None, run.folder.parent, user_experiment=experiment)
+    return start_run(new, dry_run, as_json, wait)
+
+
+def _require_no_script(run: Run, config: Config) -> None:
+    """Raise EchelonError for a run of a script, which nobody but its author can start."""
+    if config.script is not None:
+        raise EchelonError(
+            Fault(
+                f"run {run.name} is of a script with a training loop of its own, {config.script}",
+                f"start the script again, with run.name={run.name}",
+            )
+        )
 
 
 def _describe_experiment_settings(
@@ -197,6 +236,7 @@ def resume(words: list[str]) -> int:
     parser = make_parser("resume", "Go on with a run where its newest valid snapshot is.")
     parser.add_argument("run", help=RUN_HELP)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. trainer.epochs=10")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     given = parse_with_overrides(parser, words, _list_setting_names)
     from echelon.config.compose import recompose
     from echelon.entrypoint import start_run
@@ -212,15 +252,9 @@ def resume(words: list[str]) -> int:
                 "submit the command again, with --requeue if it resumes by itself",
             )
         )
-    if config.script is not None:
-        raise EchelonError(
-            Fault(
-                f"run {run.name} is of a script with a training loop of its own, {config.script}",
-                f"start the script again, with run.name={run.name}",
-            )
-        )
+    _require_no_script(run, config)
     if _is_queued_command(run) and not any(word.startswith("launch=") for word in words):
-        return _queue_command_again(run, config, given.overrides, given.run)
+        return _queue_command_again(run, config, given.overrides, given.run, given.dry_run)
     if run.work_folder.is_dir():
         os.chdir(run.work_folder)  # where the experiment's relative paths lead
     if config.trainer.resume == "never" or run.has_snapshots():
@@ -234,7 +268,7 @@ def resume(words: list[str]) -> int:
     if (answer := describe_finished_run(run, config, resumed, given.run)) is not None:
         print(answer)
         return ExitCode.OK
-    return start_run(resumed)
+    return start_run(resumed, given.dry_run)
 
 
 def _is_queued_command(run: Run) -> bool:
@@ -244,7 +278,9 @@ def _is_queued_command(run: Run) -> bool:
     return run.command_file.exists() and bool(make_launcher(run.read_launch_config()).queue)
 
 
-def _queue_command_again(run: Run, config: Config, overrides: list[str], typed: str) -> int:
+def _queue_command_again(
+    run: Run, config: Config, overrides: list[str], typed: str, dry_run: bool
+) -> int:
     """Continue a training of a submitted command where it ran: in a job of the same command.
 
     Settings cannot be changed then, as the training has those of its command.
@@ -268,6 +304,9 @@ def _queue_command_again(run: Run, config: Config, overrides: list[str], typed: 
         )
     if (answer := describe_finished_run(run, config, config, typed)) is not None:
         print(f"{answer} launch=inline")  # its last word is a setting, for which see above
+        return ExitCode.OK
+    if dry_run:
+        print(f"run {run.name} is queued again, with {run.script_file}")
         return ExitCode.OK
     print(enqueue_again(run))
     return attach_or_print_hint(run.read_launch_config(), wait=False)

@@ -98,12 +98,12 @@ def compose(
 def recompose(
     config: Config,
     overrides: Sequence[str],
-    name: str,
+    name: str | None,
     folder: Path,
     user_experiment: UserExperiment | None = None,
 ) -> Config:
     """Return the configuration of an existing run with a few values changed; it stays in its
-    folder.
+    folder. Without a name it is that of a new run beside it.
 
     Without the `user_experiment`, a setting of the experiment may only be one that the run has.
     """

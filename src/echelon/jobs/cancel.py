@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.launch.slurm.batch_script import get_warning_signal, may_requeue
 from echelon.launch.slurm.requeue import REQUEUE_FILE
 from echelon.runs.process_record import is_alive, send_signal
 from echelon.runs.run_folder import Run
@@ -16,14 +17,19 @@ from echelon.runs.status import RunStatus, read_run_statuses
 from echelon.runs.writer import find_writing_process
 
 
-def cancel_runs(runs: Sequence[Run], now: bool) -> int:
+def cancel_runs(runs: Sequence[Run], now: bool, dry_run: bool = False) -> int:
     """Cancel runs, whatever launched them; with ``now``, kill them. Raises EchelonError before
-    any of them is touched if one cannot be reached from here."""
+    any of them is touched if one cannot be reached from here. A dry run only says what it would
+    do."""
     by_folder = {str(run.folder): run for run in runs}
     statuses, silence = read_run_statuses(by_folder.values())
     faults = [fault for s in statuses if (fault := _check_reachable(s, silence))]
     if faults:
         raise EchelonError(*faults)
+    if dry_run:
+        for status in statuses:
+            print(_describe_cancel(status, by_folder[status.folder], now))
+        return ExitCode.OK
     active = [s for s in statuses if s.is_active]
     for status in active:
         _mark_cancelled(by_folder[status.folder])
@@ -38,6 +44,71 @@ def cancel_runs(runs: Sequence[Run], now: bool) -> int:
         elif status not in alone:
             print(f"run {status.run}: the worker of its sweep was told to end it")
     return ExitCode.OK
+
+
+def _describe_cancel(status: RunStatus, run: Run, now: bool) -> str:
+    """Return what would be done to a run."""
+    what = "killed; the last snapshot stands" if now else "asked to save and end"
+    if not status.is_active:
+        writer = find_writing_process(run)
+        if writer is None:
+            return f"run {status.run} is not running: it is {status.state}, there is nothing to do"
+        return f"run {status.run}: {writer} would be {what}"
+    if status.job and _is_trial(run):
+        return f"run {status.run}: the worker of its sweep would be told to end it"
+    if status.job:
+        is_waiting = status.state in ("queued", "requeued")
+        what = "taken out of the queue" if is_waiting else what
+        return f"run {status.run}: job {status.job} would be {what}"
+    process = run.read_status_file().get("process") or {}
+    return f"run {status.run}: process {process.get('pid')} on {status.host} would be {what}"
+
+
+def requeue_runs(runs: Sequence[Run], dry_run: bool = False) -> int:
+    """Ask running Slurm jobs to save and end, as Slurm does before their time is over: their
+    scripts then queue them again. Raises EchelonError, before any is touched, for runs that do not
+    run there or would not be queued again."""
+    by_folder = {str(run.folder): run for run in runs}
+    statuses, silence = read_run_statuses(by_folder.values())
+    faults = [fault for s in statuses if (fault := _check_reachable(s, silence))]
+    faults += [fault for s in statuses if (fault := _find_requeue_fault(s, by_folder[s.folder]))]
+    if faults:
+        raise EchelonError(*faults)
+    for status in statuses:
+        what = f"run {status.run}: job {status.job}"
+        if dry_run:
+            print(f"{what} would be asked to save and end, and to be queued again")
+            continue
+        config = by_folder[status.folder].read_launch_config()
+        signal_name = get_warning_signal(config)
+        done = run_slurm_command("scancel", f"--signal={signal_name}", str(status.job))
+        if done.returncode:
+            raise EchelonError(
+                Fault(f"{what} cannot be signalled: {get_last_error_line(done)}", _OWNER_HINT),
+                exit=ExitCode.FAILED,
+            )
+        print(f"{what} was asked to save and end, and to be queued again")
+    return ExitCode.OK
+
+
+def _find_requeue_fault(status: RunStatus, run: Run) -> Fault | None:
+    """Return why a run cannot be queued again while it runs; None if it can."""
+    if not status.job or status.state != "running":
+        return Fault(
+            f"run {status.run} does not run as a Slurm job: it is {status.state}",
+            f"echelon resume {status.folder}",
+        )
+    if _is_trial(run) or run.cancel_file.exists():
+        return Fault(
+            f"run {status.run} is a trial of a sweep, or was asked to end",
+            f"echelon resume {status.folder}, once it has ended",
+        )
+    if not may_requeue(run.read_launch_config()):
+        return Fault(
+            f"run {status.run} is a program that does not ask to be queued again",
+            "start such programs with launch.max_requeues=N, if they can go on by themselves",
+        )
+    return None
 
 
 def _is_trial(run: Run) -> bool:

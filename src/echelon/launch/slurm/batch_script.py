@@ -247,13 +247,17 @@ def make_sbatch_options(config: Config, procs: int) -> Iterator[str]:
     for key in ("partition", "account", "time"):
         if value := getattr(launch, key):
             yield f"--{key}={value}"
-    # Lightning listens to USR1, and queues itself again.
-    number = "USR1" if config.program and config.mode == "lightning" else "USR2"
     if may_requeue(config):
-        yield f"--signal={number}@{launch.signal_lead_s}"
+        yield f"--signal={get_warning_signal(config)}@{launch.signal_lead_s}"
     yield "--requeue" if may_requeue(config) else "--no-requeue"
     yield "--open-mode=append"
     yield from launch.sbatch
+
+
+def get_warning_signal(config: Config) -> str:
+    """Return the signal that announces the end of a job's time, without SIG."""
+    # Lightning listens to USR1, and queues itself again.
+    return "USR1" if config.program and config.mode == "lightning" else "USR2"
 
 
 def survives_lost_nodes(config: Config) -> bool:
