@@ -103,7 +103,9 @@ def test_ranks_are_shown_by_where_they_stand(tmp_path: Path) -> None:
         for py_spy, has_stack in ((find_py_spy(), True), (None, False)):
             stopped = collect_stacks(run, workers, False, py_spy)[2]
             assert f"process {workers[2]} on {stopped.host} is stopped (SIGSTOP)" in stopped.note
-            assert bool(stopped.threads) == has_stack
+            # One that was stopped while a thread changed its frames cannot be read, which is said.
+            is_unreadable = has_stack and "py-spy cannot read it" in stopped.note
+            assert bool(stopped.threads) == (has_stack and not is_unreadable)
         [gone] = collect_stacks(run, {0: _find_unused_pid()}, False, find_py_spy())
         assert (gone.threads, "ended meanwhile" in gone.note) == ((), True)
 
