@@ -212,7 +212,7 @@ export class LineChart {
     this.host = host;
     this.handlers = handlers;
     this.lines = [];
-    this.options = { xKind: "number", logX: false, logY: false };
+    this.options = { xKind: "number", yKind: "number", logX: false, logY: false };
     this.xRange = [0, 1];
     this.yRange = [0, 1];
     this.marked = null;
@@ -298,7 +298,7 @@ export class LineChart {
   }
 
   makePlot() {
-    const { xKind, logX, logY } = this.options;
+    const { xKind, yKind, logX, logY } = this.options;
     const ink = () => getTheme().fg2;
     const grid = { stroke: () => getTheme().line, width: 1 };
     const xAxis = { scale: "x", stroke: ink, grid, font: FONT, size: 24, gap: 4, ticks: { show: false } };
@@ -309,14 +309,15 @@ export class LineChart {
     } else if (xKind === "number") {
       xAxis.values = (u, splits) => splits.map((v) => (v === null ? "" : formatTick(v)));
     }
-    if (logX) xAxis.filter = keepLogTicks;
+    if (logX) xAxis.splits = chooseLogTicks;
     const yAxis = { scale: "y", stroke: ink, grid, font: FONT, gap: 6, ticks: { show: false }, space: 34 };
-    yAxis.values = (u, splits) => splits.map((v) => (v === null ? "" : formatTick(v)));
+    const formatY = yKind === "duration" ? formatTickDuration : formatTick;
+    if (yKind !== "clock") yAxis.values = (u, splits) => splits.map((v) => (v === null ? "" : formatY(v)));
     yAxis.size = (u, values) => 12 + 6.3 * Math.max(3, ...(values || []).map((v) => (v ? String(v).length : 0)));
-    if (logY) yAxis.filter = keepLogTicks;
+    if (logY) yAxis.splits = chooseLogTicks;
     const scales = {
       x: { time: xKind === "clock" && !logX, distr: logX ? 3 : 1, auto: false, range: () => this.xRange },
-      y: { distr: logY ? 3 : 1, auto: false, range: () => this.yRange },
+      y: { time: yKind === "clock" && !logY, distr: logY ? 3 : 1, auto: false, range: () => this.yRange },
     };
     this.plot = new uPlot(
       {
@@ -380,7 +381,7 @@ export class LineChart {
     for (const line of this.lines) if (line.tLow) this.drawBand(ctx, line, map);
     ctx.lineWidth = ratio;
     ctx.globalAlpha = many ? 0.14 : 0.22;
-    for (const line of this.lines) if (line.tPale) strokeLine(ctx, line, line.tPale, map, ratio);
+    for (const line of this.lines) if (line.tPale) drawPale(ctx, line, map, ratio);
     ctx.globalAlpha = 1;
     ctx.lineWidth = (many ? 1 : 1.5) * ratio;
     for (const line of this.lines) {
@@ -441,10 +442,12 @@ export class LineChart {
     const line = this.lines.find((one) => one.id === this.marked);
     if (!line) return;
     ctx.lineJoin = "bevel";
-    ctx.lineWidth = 5 * ratio;
-    ctx.globalAlpha = 0.7;
-    strokeLine(ctx, { ...line, colour: colours.bg, dash: null }, line.ty, map, ratio);
-    ctx.globalAlpha = 1;
+    if (countVisible(line, map) < (map.x1 - map.x0) * map.sx * 0.6) {
+      ctx.lineWidth = 5 * ratio;
+      ctx.globalAlpha = 0.7;
+      strokeLine(ctx, { ...line, colour: colours.bg, dash: null }, line.ty, map, ratio);
+      ctx.globalAlpha = 1;
+    }
     ctx.lineWidth = 2.4 * ratio;
     strokeLine(ctx, line, line.ty, map, ratio);
     if (x === null) return;
@@ -634,22 +637,35 @@ function makeDateFormat(template) {
   return (date) => format(date);
 }
 
-/** Keep the powers of ten on a logarithmic axis, and 2 and 5 between them where there is room. */
-function keepLogTicks(plot, splits, axisIndex, space, incr) {
+/** Return places for marks on a logarithmic axis: powers of ten, with 2 and 5 where there is room, and round numbers
+ * within a decade. */
+function chooseLogTicks(plot, axisIndex, low, high) {
   const axis = plot.axes[axisIndex];
-  const scale = plot.scales[axis.scale];
-  const decades = Math.log10(scale.max) - Math.log10(scale.min);
   const pixels = (axis.side % 2 ? plot.bbox.height : plot.bbox.width) / uPlot.pxRatio;
-  const perDecade = pixels / Math.max(decades, 1e-9);
-  const wanted = perDecade > 4.5 * space ? [1, 2, 5] : perDecade > 2.2 * space ? [1, 3] : [1];
-  const all = decades < 1;
-  return splits.map((v) => {
-    if (all) return v;
-    const digit = Math.round(v / 10 ** Math.floor(Math.log10(v) + 1e-9));
-    if (!wanted.includes(digit)) return null;
-    const every = Math.max(1, Math.ceil((space * 0.9) / perDecade));
-    return Math.round(Math.log10(v)) % every && digit === 1 ? null : v;
-  });
+  const space = axis.side % 2 ? 30 : 56;
+  const [a, b] = [Math.log10(low), Math.log10(high)];
+  const perDecade = pixels / Math.max(b - a, 1e-9);
+  const ticks = [];
+  if (b - a < 0.8) {
+    const step = chooseStep((high - low) / Math.max(2, pixels / space));
+    for (let i = Math.ceil(low / step); i * step <= high; i++) ticks.push(Number((i * step).toPrecision(12)));
+    return ticks;
+  }
+  const digits = perDecade > 4.5 * space ? [1, 2, 5] : perDecade > 2.2 * space ? [1, 3] : [1];
+  const every = Math.max(1, Math.ceil(space / perDecade));
+  for (let power = Math.floor(a); power <= b; power++) {
+    if (power % every) continue;
+    for (const digit of digits) {
+      const tick = Number(`${digit}e${power}`);
+      if (tick >= low && tick <= high) ticks.push(tick);
+    }
+  }
+  return ticks;
+}
+
+function chooseStep(least) {
+  const size = 10 ** Math.floor(Math.log10(least));
+  return size * [1, 2, 5, 10].find((digit) => digit * size >= least * 0.999);
 }
 
 /** Draw a line; where more points than pixels are visible, the first, lowest, highest and last of each pixel. */
@@ -671,6 +687,37 @@ function strokeLine(ctx, line, ty, map, ratio) {
     ctx.arc(x, y, 2 * ratio, 0, 2 * Math.PI);
   }
   ctx.stroke();
+}
+
+function countVisible({ tx }, map) {
+  return findIndex(tx, map.x1) - findIndex(tx, map.x0);
+}
+
+/** Draw the values behind a smoothed line: where there are as many as pixels, the area between the lowest and the
+ * highest of each pixel, which is calmer than a line that fills it and drawn in a tenth of the time. */
+function drawPale(ctx, line, map, ratio) {
+  const { tx, tPale } = line;
+  const i0 = Math.max(0, findIndex(tx, map.x0) - 1);
+  const i1 = Math.min(tx.length, findIndex(tx, map.x1) + 1);
+  if (i1 - i0 < (map.x1 - map.x0) * map.sx) return strokeLine(ctx, line, tPale, map, ratio);
+  const ox = map.left - map.x0 * map.sx;
+  const oy = map.bottom + map.y0 * map.sy;
+  const columns = [];
+  let column = null;
+  for (let i = i0; i < i1; i++) {
+    const v = tPale[i];
+    if (v !== v) continue;
+    const x = Math.floor((ox + tx[i] * map.sx) / ratio / 2) * 2 * ratio;
+    const y = oy - v * map.sy;
+    if (!column || column.x !== x) columns.push((column = { x, low: y, high: y }));
+    else if (y < column.low) column.low = y;
+    else if (y > column.high) column.high = y;
+  }
+  ctx.fillStyle = line.colour;
+  ctx.beginPath();
+  for (const { x, low } of columns) ctx.lineTo(x, low - ratio / 2);
+  for (let i = columns.length - 1; i >= 0; i--) ctx.lineTo(columns[i].x, columns[i].high + ratio / 2);
+  return ctx.fill();
 }
 
 function tracePoints(ctx, tx, ty, i0, i1, map) {

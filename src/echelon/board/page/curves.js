@@ -14,6 +14,7 @@ import {
 import { CurveLoader } from "./curve_loader.js";
 import { formatCount, formatNumber, formatTime, h } from "./dom.js";
 import { downloadCsv, downloadPng, downloadSvg, makePlotAddress } from "./export.js";
+import { SPEED_METRICS } from "./filters.js";
 
 const AXES = [
   ["step", "Step", "number"],
@@ -22,10 +23,6 @@ const AXES = [
   ["time", "Time at work", "duration"],
   ["clock", "Clock", "clock"],
 ];
-const SPEED_METRICS = new Set([
-  ...["samples_per_s", "step_ms", "data_ms", "compute_ms", "communication_ms", "optimizer_ms"],
-  ...["mfu", "memory_gb", "slowest_rank", "slowest_x"],
-]);
 const SIZES = { small: 220, medium: 300, large: 560 };
 const DASHES = [null, [4, 2], [1.2, 1.6], [6, 2, 1.2, 2]];
 const MAX_GROUPS = 14;
