@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from echelon.runs.downsample import CurveSampler
 from echelon.runs.history import RunHistory, read_history
@@ -220,17 +221,22 @@ def build_scale(axis: str, record: RunRecord, metrics: RunMetrics) -> StepScale:
         return StepScale([0.0, *points.steps], [0.0, *points.samples])
     if axis == "time":
         return StepScale([0.0, *points.steps], [0.0, *points.trained_s])
-    if axis == "epoch" and (size := _estimate_steps_per_epoch(record, metrics)):
+    trainer, total_steps = record.get_section("trainer"), record.facts.total_steps
+    size = estimate_steps_per_epoch(trainer, total_steps, metrics.steps_per_epoch)
+    if axis == "epoch" and size:
         return StepScale([0.0, size], [0.0, 1.0])
     return StepScale([], [])
 
 
-def _estimate_steps_per_epoch(record: RunRecord, metrics: RunMetrics) -> float | None:
-    trainer, total = record.get_section("trainer"), record.facts.total_steps
+def estimate_steps_per_epoch(
+    trainer: Mapping[str, Any], total_steps: int | None, found: float | None
+) -> float | None:
+    """Return how many steps an epoch has, by the settings of the trainer if they say it, else as
+    the lines show it."""
     epochs = trainer.get("epochs")
-    if trainer.get("steps") is None and total and is_number(epochs) and epochs:
-        return float(total / epochs)
-    return metrics.steps_per_epoch
+    if trainer.get("steps") is None and total_steps and is_number(epochs) and epochs:
+        return float(total_steps / epochs)
+    return found
 
 
 # --- a glance, for lists ---

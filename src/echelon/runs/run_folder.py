@@ -105,6 +105,12 @@ class Run:
         return self.folder / "media"
 
     @property
+    def curves_folder(self) -> Path:
+        """What `echelon board` keeps of the metrics, so that long curves are drawn at once; it is
+        made again when it is missing."""
+        return self.folder / ".curves"
+
+    @property
     def traces_folder(self) -> Path:
         """Where trainer.profile writes its traces."""
         return self.folder / "traces"
