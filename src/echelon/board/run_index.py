@@ -84,6 +84,11 @@ class RunIndex:
             texts = [row.text for row in self._rows.values()]
             return self.generation, self.is_complete, b"[" + b",".join(texts) + b"]"
 
+    def list_rows(self) -> list[IndexedRow]:
+        """Return all rows as they are now."""
+        with self._lock:
+            return list(self._rows.values())
+
     def get_defaults(self) -> dict[str, Any]:
         """Return the settings that a run has unless its row says otherwise."""
         if self._defaults is None:

@@ -72,9 +72,18 @@ _POOL_SIZE = 4
 class Board:
     """What all handlers share: the roots, the index of their runs, and what may be done."""
 
-    def __init__(self, roots: Sequence[Path], *, can_act: bool = False) -> None:
+    def __init__(
+        self,
+        roots: Sequence[Path],
+        *,
+        can_act: bool = False,
+        read_sweep: Callable[[Path, bool], dict[str, Any]] | None = None,
+    ) -> None:
         self.roots = [Path(os.path.realpath(root)) for root in roots]
         self.can_act = can_act
+        self.read_sweep = read_sweep
+        """From the folder of a sweep, and whether importance is wanted, to its report; given from
+        outside, since a board does not know sweeps."""
         self.index = RunIndex(self.roots)
         self.watch = LiveUpdates(self.index)
 

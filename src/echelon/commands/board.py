@@ -93,7 +93,7 @@ def _run_terminal_board(roots: list[Path], can_act: bool) -> int:
 def _serve(roots: list[Path], given: Any) -> int:
     from echelon.board.server import Board, BoardServer, is_loopback, read_or_make_token
 
-    shared = Board(roots, can_act=given.act)
+    shared = Board(roots, can_act=given.act, read_sweep=_read_sweep)
     try:
         server = BoardServer(shared, given.host, given.port, read_or_make_token())
     except OSError as error:
@@ -128,6 +128,13 @@ def _serve(roots: list[Path], given: Any) -> int:
         threading.Thread(target=_open_browser, args=(server.url,), daemon=True).start()
     server.serve_forever()
     return ExitCode.OK
+
+
+def _read_sweep(folder: Path, with_importance: bool) -> dict[str, Any]:
+    from echelon.sweep.run_sweep import read_report
+    from echelon.sweep.sweep_folder import SweepFolder
+
+    return read_report(SweepFolder(folder), with_importance).to_dict()
 
 
 def _has_screen() -> bool:

@@ -14,7 +14,7 @@ from echelon.sweep.display import open_progress, print_report
 from echelon.sweep.located_yaml import load_yaml
 from echelon.sweep.optuna_study import require_optuna
 from echelon.sweep.plan import SweepPlan, plan_sweep
-from echelon.sweep.report import build_report
+from echelon.sweep.report import SweepReport, build_report
 from echelon.sweep.search_space import SearchParameter
 from echelon.sweep.supervisor import supervise_workers
 from echelon.sweep.sweep_file import SweepFile, inspect_sweep
@@ -103,14 +103,17 @@ def run_sweep(
 
 def show_sweep(name: str, root: str, as_json: bool, show_all: bool, plot_file: str | None) -> int:
     """Print a sweep, and plot it into a file if one is given; return the exit code."""
-    sweep = find_sweep(name, root)
+    report = read_report(find_sweep(name, root))
+    return print_report(report, as_json, show_all, Path(plot_file) if plot_file else None)
+
+
+def read_report(sweep: SweepFolder, with_importance: bool = True) -> SweepReport:
+    """Return the report of a sweep that is searched here, or by wandb's server."""
     if sweep.server_file.exists():
         from echelon.sweep.wandb.local_report import build_report_from_records
 
-        report = build_report_from_records(sweep)
-    else:
-        report = build_report(TrialStore(sweep))
-    return print_report(report, as_json, show_all, Path(plot_file) if plot_file else None)
+        return build_report_from_records(sweep)
+    return build_report(TrialStore(sweep), with_importance)
 
 
 def _run_here(plan: SweepPlan, options: SweepOptions) -> int:
