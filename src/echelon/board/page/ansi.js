@@ -29,8 +29,7 @@ export function parseAnsi(line) {
 function describeControl(found) {
   return Array.from(found, (letter) => {
     const code = letter.codePointAt(0);
-    if (code < 0x20) return String.fromCodePoint(0x2400 + code);
-    if (code === 0x7f) return "\u2421";
+    if (code < 0x20 || code === 0x7f) return `^${String.fromCodePoint(code ^ 0x40)}`;
     if (BIDI_NAMES[code]) return `⟨${BIDI_NAMES[code]}⟩`;
     if (code >= 0x80 && code < 0xa0) return `⟨${code.toString(16).toUpperCase()}⟩`;
     return letter;

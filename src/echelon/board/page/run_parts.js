@@ -72,9 +72,9 @@ export function longText(text, className = "", most = CUT_CHARACTERS) {
 /** Return text in which what controls a terminal or the direction of writing can be seen. */
 export function cleanText(text) {
   // eslint-disable-next-line no-control-regex
-  return text.replace(/[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069]/g, (letter) => {
+  return text.replace(/[\x00-\x08\x0b-\x1f\x7f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, (letter) => {
     const code = letter.charCodeAt(0);
-    return code < 0x20 ? String.fromCharCode(0x2400 + code) : code === 0x7f ? "\u2421" : "\ufffd";
+    return code < 0x80 ? `^${String.fromCharCode(code ^ 0x40)}` : "\ufffd";
   });
 }
 
