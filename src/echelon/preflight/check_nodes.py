@@ -29,6 +29,7 @@ from echelon.preflight.rules import (
     evaluate_nodes,
     find_slow_links,
 )
+from echelon.runs.preflight_results import record_preflight_results
 
 PREFLIGHT_JSON_VERSION = 1
 LIMIT_S = 60.0
@@ -60,8 +61,10 @@ def run_node_checks(
     observations = observe_nodes(config, os.environ, limit_s, wait_s)
     verdicts = evaluate_nodes(observations)
     names = [observations.get_name(node) for node in range(len(observations.node_names))]
+    document = _to_dict(observations, verdicts)
+    record_preflight_results(document, config.run.name, os.environ)
     if as_json:
-        print(json.dumps(_to_dict(observations, verdicts), indent=2))
+        print(json.dumps(document, indent=2))
     else:
         print_verdict_matrix(names, verdicts)
     if not sys.stdout.isatty():  # the log of a job has to end with the cause
