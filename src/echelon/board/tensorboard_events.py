@@ -47,13 +47,14 @@ from echelon.runs.metrics_file import MetricsLine, compute_mark, is_number
 from echelon.tracking.media_records import read_png_size
 
 EVENT_FILE = re.compile(r".*tfevents\.(\d+).*")
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 1 << 20
 _MAX_RECORD_BYTES = 32 << 20
 """A longer record is left out. Graphs may be that long; nothing that is shown is."""
 _SEARCH_BYTES = 16 << 20
 """So far is looked for the next record after a damaged length."""
 _HEADER_BYTES, _FRAME_BYTES = 12, 16
 _MAX_BINS = 512
+_MAX_TAG = 1000
 _MAX_PENDING_S = 1.0
 """Values of one step that were logged within this time are one line."""
 _NOT_VALUES = ("graphs", "graph_run_metadata", "custom_scalars", "mesh", "pr_curves", "audio")
@@ -196,28 +197,32 @@ _SCALAR_EVENT = re.compile(
     rb"\x2a([\x00-\x7f])\x0a([\x00-\x7f])\x0a([\x00-\x7f])(.*)\x15(.{4})",
     re.DOTALL,
 )
-"""An event of one scalar in the older form. Most are like that, and are read so in a fifth of the
-time."""
+"""An event of one scalar in the older form. Most are like that, and are read so in a fraction of
+the time."""
+
+
+_unpack_time = struct.Struct("<d").unpack
+_unpack_number = struct.Struct("<f").unpack
+
+
+def parse_scalar_event(data: bytes) -> tuple[float, int, bytes, float] | None:
+    """Return time, step, tag and value of an event of one scalar; None for any other."""
+    match = _SCALAR_EVENT.fullmatch(data)
+    if match is None:
+        return None
+    moment, varint, summary_size, value_size, tag_size, tag, number = match.groups()
+    size = len(tag)
+    if tag_size[0] != size or value_size[0] != size + 7 or summary_size[0] != size + 9:
+        return None
+    step = shift = 0
+    for byte in varint or b"":
+        step |= (byte & 0x7F) << shift
+        shift += 7
+    return _unpack_time(moment)[0], step, tag, _unpack_number(number)[0]
 
 
 def parse_event(data: bytes) -> TrainingEvent:
     """Return the event in a record. Raises ProtobufError."""
-    if (match := _SCALAR_EVENT.fullmatch(data)) is not None:
-        moment, step, summary_size, value_size, tag_size, tag, number = match.groups()
-        size = len(tag)
-        if (tag_size[0], value_size[0], summary_size[0]) == (size, size + 7, size + 9):
-            found = 0
-            for shift, byte in enumerate(step or b""):
-                found |= (byte & 0x7F) << 7 * shift
-            value = SummaryValue(
-                tag.decode("utf-8", "replace"), "", b"", "scalar", struct.unpack("<f", number)[0]
-            )
-            return TrainingEvent(struct.unpack("<d", moment)[0], found, [value], 0)
-    return parse_any_event(data)
-
-
-def parse_any_event(data: bytes) -> TrainingEvent:
-    """Return the event in a record of any layout. Raises ProtobufError."""
     moment, step, session = 0.0, 0, 0
     values: list[SummaryValue] = []
     for number, field in parse_fields(data):
@@ -423,13 +428,33 @@ class _EventConverter:
         self._step = 0
         self._time = 0.0
         self._values: dict[str, Any] = {}
+        self._scalars: dict[bytes, tuple[list[Any], str]] = {}
+        """By tag: what is known of it, and its name in lines; of scalars that this file has."""
 
     def begin_file(self, index: int) -> None:
         """Go on with a file, by its number."""
         self._file = index
+        self._scalars.clear()
 
     def add_record(self, record: bytes) -> None:
         """Add the event in a record."""
+        scalar = parse_scalar_event(record)
+        if scalar is not None:
+            moment, step, tag, number = scalar
+            known = self._scalars.get(tag)
+            if known is not None:
+                if step > known[0][1]:
+                    known[0][1] = step
+                self._add_to_line(moment, step, known[1], number)
+                return
+        self._add_any_record(record)
+        if scalar is not None and scalar[2]:
+            text = limit_text(scalar[2].decode("utf-8", "replace"), _MAX_TAG)
+            name = self._converted.make_name(text, 0.0)
+            if text in self._tags and name is not None and self._tags[text][0] != "hparams":
+                self._scalars[scalar[2]] = self._tags[text], name
+
+    def _add_any_record(self, record: bytes) -> None:
         try:
             event = parse_event(record)
         except ProtobufError:
@@ -467,7 +492,7 @@ class _EventConverter:
             known[1] = min(known[1], step - 1)
 
     def _add_value(self, event: TrainingEvent, value: SummaryValue) -> None:
-        tag = limit_text(value.tag, 1000)
+        tag = limit_text(value.tag, _MAX_TAG)
         known = self._tags.get(tag)
         if known is None:
             if len(self._tags) >= 20_000:
@@ -481,8 +506,10 @@ class _EventConverter:
             known[1:] = event.step, self._file
         elif event.step > known[1]:
             known[1] = event.step
-        for name, shown in self._show_value(tag, known[0], event.step, value):
-            self._add_to_line(event, name, shown)
+        for own_tag, shown in self._show_value(tag, known[0], event.step, value):
+            name = self._converted.make_name(own_tag, shown)
+            if name is not None:
+                self._add_to_line(event.time, event.step, name, shown)
 
     def _purge(self, tag: str, step: int) -> None:
         tags = [tag, *(f"{tag}/{i}" for i in range(1, 10) if self._tags[tag][0] == "images")]
@@ -544,14 +571,11 @@ class _EventConverter:
         if len(images) > 10:
             self._converted.leave_out("images beyond ten of one step", len(images) - 10)
 
-    def _add_to_line(self, event: TrainingEvent, tag: str, value: Any) -> None:
-        name = self._converted.make_name(tag, value)
-        if name is None:
-            return
-        is_same = event.step == self._step and 0 <= event.time - self._time < _MAX_PENDING_S
+    def _add_to_line(self, moment: float, step: int, name: str, value: Any) -> None:
+        is_same = step == self._step and 0 <= moment - self._time < _MAX_PENDING_S
         if not is_same or name in self._values:
             self._finish_line()
-            self._step, self._time = event.step, event.time
+            self._step, self._time = step, moment
         self._values[name] = value
 
     def _finish_line(self) -> None:
