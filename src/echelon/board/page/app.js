@@ -3,6 +3,7 @@
 import { getHello, getJson, onReachable, subscribe } from "./api.js";
 import { closePopover, showError, showKeys } from "./dialogs.js";
 import { h, icon } from "./dom.js";
+import { isActive } from "./filters.js";
 import { Store } from "./store.js";
 
 const store = new Store();
@@ -334,10 +335,15 @@ async function checkServer() {
   }
 }
 
+/** Return the runs whose metrics and logs are asked for as they grow: those drawn that still run, and the one
+ * that is open. */
 function getWatchedIds() {
-  const ids = new Set(store.get("page") === "run" && store.view.run ? [store.view.run] : []);
+  const isRun = store.get("page") === "run";
+  const ids = new Set(isRun && store.view.run ? [store.view.run] : []);
   for (const id of store.watched) ids.add(id);
-  if (store.isLoaded && store.get("page") === "runs") for (const row of store.getShownRows()) ids.add(row.id);
+  if (store.isLoaded && !isRun) {
+    for (const row of store.getShownRows()) if (isActive(row)) ids.add(row.id);
+  }
   return [...ids].slice(0, WATCH_MAX).sort();
 }
 

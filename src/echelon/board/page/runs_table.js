@@ -180,16 +180,15 @@ class RunsTable {
   buildColumns() {
     const keys = ["name", ...this.getColumnKeys()];
     const widths = this.readWidths();
-    const key = `${keys.join("\n")}|${this.store.isLoaded && this.store.rows.size > 0}|${this.store.view.group || ""}`;
+    const rows = this.store.getVisibleRows();
+    const columns = keys.map((one) => new Column(this.store, one, rows));
+    const isNarrow = this.scroller.clientWidth < 480;
+    const titles = columns.map((column) => `${column.key} ${column.title} ${column.isNumber}`);
+    const key = [...titles, rows.length > 0, isNarrow, this.store.view.group].join("\n");
     if (key !== this.columnKey) {
       this.columnKey = key;
-      const rows = this.store.getVisibleRows();
-      const sample = rows.slice(0, MEASURED_ROWS);
-      this.columns = keys.map((one) => new Column(this.store, one, rows));
-      for (const column of this.columns) column.ownWidth = column.measure(sample);
-      const isNarrow = this.scroller.clientWidth < 480;
-      if (isNarrow) this.columns[0].ownWidth = Math.min(this.columns[0].ownWidth, 170);
-      else if (this.store.view.group) this.columns[0].ownWidth = Math.max(this.columns[0].ownWidth, 260);
+      this.columns = columns;
+      this.measureColumns(rows, isNarrow);
       this.dropRows();
       this.scroller.setAttribute("aria-colcount", String(keys.length));
       this.headKey = null;
@@ -199,6 +198,24 @@ class RunsTable {
     if (template !== this.template) {
       this.template = template;
       this.element.style.setProperty("--columns", `${template} minmax(0, 1fr)`);
+    }
+  }
+
+  /** Choose widths by some rows, once: a column that follows every change jumps. */
+  measureColumns(rows, isNarrow) {
+    const groups = this.store.getGroups() || [];
+    for (const column of this.columns) column.ownWidth = column.measure(rows.slice(0, MEASURED_ROWS), groups);
+    if (groups.length) this.columns[0].ownWidth = Math.max(this.columns[0].ownWidth, 280);
+    this.element.classList.toggle("is-narrow", isNarrow);
+    if (isNarrow) this.narrowColumns();
+  }
+
+  /** On a phone the state is its dot, and the name leaves room for step and result. */
+  narrowColumns() {
+    for (const column of this.columns) {
+      if (column.key === "name") column.ownWidth = Math.min(column.ownWidth, 156);
+      if (column.key === "state") column.ownWidth = 24;
+      if (column.key === "step") column.ownWidth = Math.min(column.ownWidth, 88);
     }
   }
 

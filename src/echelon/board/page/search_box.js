@@ -1,8 +1,7 @@
 // The box of words and conditions above the table, its suggestions, and the conditions that were set.
 
-import { h, icon } from "./dom.js";
-import { formatSetting } from "./dom.js";
-import { listNames, splitQuery } from "./filters.js";
+import { formatSetting, h, icon } from "./dom.js";
+import { listNames, meetsCondition, parseCondition, splitQuery } from "./filters.js";
 
 const WAIT_MS = 90;
 const MAX_OPTIONS = 12;
@@ -28,7 +27,10 @@ export class SearchBox {
       "data-search": true,
       oninput: () => this.onInput(),
       onkeydown: (event) => this.onKey(event),
-      onblur: () => this.close(),
+      onblur: () => {
+        this.close();
+        this.take();
+      },
     });
     this.list = h("div", { class: "rt-suggest", id: "rt-suggest", role: "listbox", "aria-label": "Suggestions", hidden: true });
     this.clearButton = h("button", { class: "quiet", "aria-label": "Clear the search", onclick: () => this.clearText() }, icon("close"));
@@ -78,14 +80,31 @@ export class SearchBox {
 
   onInput() {
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => this.take(), WAIT_MS);
+    this.timer = setTimeout(() => this.take({ isTyping: true }), WAIT_MS);
     this.clearButton.hidden = !this.input.value;
     this.suggest();
   }
 
-  take() {
+  /** Let what is typed hold. A condition that is still being typed waits until a run can meet it, so that
+   * the table is not empty at every second key. */
+  take({ isTyping = false } = {}) {
     clearTimeout(this.timer);
-    this.store.setView({ q: this.input.value.trim() }, { replace: true });
+    let text = this.input.value;
+    const last = /\S+$/.exec(text);
+    if (isTyping && last && this.isUnfinished(last[0])) text = text.slice(0, last.index);
+    this.store.setView({ q: text.trim() }, { replace: true });
+  }
+
+  isUnfinished(token) {
+    const [text] = splitQuery(token).conditions;
+    if (!text) return false;
+    try {
+      const condition = parseCondition(text);
+      const rows = this.store.getCandidates();
+      return !rows.some((row) => meetsCondition(this.store.reader, row, condition));
+    } catch (error) {
+      return true; // what is wrong with it is said when it is finished
+    }
   }
 
   onKey(event) {
@@ -159,7 +178,7 @@ export class SearchBox {
   /** Return the names that can be typed. */
   getNames() {
     const rows = this.store.getCandidates();
-    return this.store.memo("names", this.store.rowsVersion, () => listNames(this.store.reader, rows));
+    return this.store.memo("names", [rows], () => listNames(this.store.reader, rows));
   }
 
   /** Return `[start, token]` of the word at the cursor. */

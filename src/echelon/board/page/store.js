@@ -143,11 +143,14 @@ export class Store {
     return this.view[key] ?? DEFAULTS[key];
   }
 
-  memo(name, key, compute) {
+  /** Return what was computed under a name before, if all of `keys` are the same as then. */
+  memo(name, keys, compute) {
     const known = this.memos.get(name);
-    if (known && known.key === key) return known.value;
+    if (known && known.keys.length === keys.length && keys.every((key, i) => key === known.keys[i])) {
+      return known.value;
+    }
     const value = compute();
-    this.memos.set(name, { key, value });
+    this.memos.set(name, { keys, value });
     return value;
   }
 
@@ -156,7 +159,7 @@ export class Store {
   /** Return `{conditions, words, faults: [{text, message, hint}]}` of the filter and the search box. */
   getQuery() {
     const { filter = [], q = "", all, root } = this.view;
-    return this.memo("query", [this.rowsVersion, q, all, root, ...filter].join("\n"), () => {
+    return this.memo("query", [this.rowsVersion, q, all, root, ...filter], () => {
       const { conditions: typed, words } = splitQuery(q);
       const conditions = [];
       const faults = [];
@@ -178,7 +181,7 @@ export class Store {
   /** Return all rows but those that lists leave out. */
   getCandidates() {
     const { all, root } = this.view;
-    return this.memo("candidates", `${this.rowsVersion}|${all}|${root}`, () => {
+    return this.memo("candidates", [this.rowsVersion, all, root], () => {
       const rows = [...this.rows.values()];
       const wanted = root === undefined ? rows : rows.filter((row) => String(row.root) === root);
       return all ? wanted : wanted.filter((row) => !isLeftOut(row));
@@ -188,7 +191,7 @@ export class Store {
   /** Return how many runs are not shown: `{early, archived, hidden}`. */
   countLeftOut() {
     const { all, hide = [] } = this.view;
-    return this.memo("left out", `${this.rowsVersion}|${all}|${hide}`, () => {
+    return this.memo("left out", [this.rowsVersion, all, joinList(hide)], () => {
       const found = { early: 0, archived: 0, hidden: hide.filter((id) => this.rows.has(id)).length };
       for (const row of this.rows.values()) {
         if (isLeftOut(row)) found[row.archived ? "archived" : "early"] += 1;
@@ -201,8 +204,8 @@ export class Store {
   getVisibleRows() {
     const { q, filter, reverse, hide, pin, all, root } = this.view;
     const sort = this.get("sort");
-    const key = [this.rowsVersion, q, filter, sort, reverse, hide, pin, all, root].join("|");
-    return this.memo("visible", key, () => {
+    const lists = [filter, hide, pin].map((list) => (list || []).join("\n"));
+    return this.memo("visible", [this.rowsVersion, q, sort, reverse, all, root, ...lists], () => {
       const { conditions, words } = this.getQuery();
       const hidden = new Set(hide);
       const rows = this.getCandidates().filter(
@@ -224,11 +227,11 @@ export class Store {
     const shown = this.get("shown");
     const { pin = [] } = this.view;
     if (shown === "auto" || shown === "all") {
-      const key = `${this.rowsVersion}|${this.viewVersion}`;
-      return this.memo("shown ids", key, () => new Set([...pin, ...this.chooseShownIds(shown)]));
+      const keys = [this.getVisibleRows(), shown, joinList(pin), this.view.group];
+      return this.memo("shown ids", keys, () => new Set([...pin, ...this.chooseShownIds(shown)]));
     }
     const ids = shown === "none" ? [] : splitList(shown);
-    return this.memo("shown ids", `${shown}|${pin}`, () => new Set([...pin, ...ids]));
+    return this.memo("shown ids", [shown, joinList(pin)], () => new Set([...pin, ...ids]));
   }
 
   chooseShownIds(shown) {
@@ -242,8 +245,8 @@ export class Store {
   /** Return the rows that are drawn, in the order of the table; also ticked ones that it does not show. */
   getShownRows() {
     const visible = this.getVisibleRows();
-    return this.memo("shown rows", `${this.rowsVersion}|${this.viewVersion}`, () => {
-      const ids = this.getShownIds();
+    const ids = this.getShownIds();
+    return this.memo("shown rows", [visible, ids], () => {
       const rows = visible.filter((row) => ids.has(row.id));
       const seen = new Set(rows.map((row) => row.id));
       const hidden = new Set(this.view.hide);
@@ -270,7 +273,7 @@ export class Store {
     const { group } = this.view;
     if (!group) return null;
     const visible = this.getVisibleRows();
-    return this.memo("groups", `${this.rowsVersion}|${this.viewVersion}`, () => {
+    return this.memo("groups", [visible, group], () => {
       const keys = this.getGroupKeys();
       const groups = new Map();
       for (const row of visible) {
@@ -294,7 +297,7 @@ export class Store {
     if (!group) return [];
     if (group !== "-seed") return group.split(",");
     const visible = this.getVisibleRows();
-    return this.memo("group keys", `${this.rowsVersion}|${this.viewVersion}`, () => {
+    return this.memo("group keys", [visible], () => {
       const keys = findDifferingSettings(this.reader, visible).filter((key) => !isSeed(key));
       const experiments = new Set(visible.map((row) => row.experiment));
       return experiments.size > 1 ? ["experiment", ...keys] : keys.length ? keys : ["experiment"];
@@ -304,7 +307,7 @@ export class Store {
   /** Return the settings in which the visible rows differ. */
   getDifferingSettings() {
     const visible = this.getVisibleRows();
-    return this.memo("differing", `${this.rowsVersion}|${this.viewVersion}`, () =>
+    return this.memo("differing", [visible], () =>
       findDifferingSettings(this.reader, visible).filter(isRelevantSetting),
     );
   }
@@ -325,7 +328,7 @@ export class Store {
   /** Return the colour of a run: by its name, and another one where a drawn run has that already. */
   getColour(id) {
     const shown = this.getShownIds();
-    this.memo("colours", shown, () => this.assignColours(shown));
+    this.memo("colours", [shown], () => this.assignColours(shown));
     const index = this.colours.get(id) ?? hashName(getNameOfId(id)) % PALETTE_SIZE;
     return PALETTES[this.isDark ? "dark" : "light"][index];
   }

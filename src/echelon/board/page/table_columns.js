@@ -1,6 +1,6 @@
 // The columns of the table of runs: which there are, what their cells say of a run and of a group.
 
-import { SPEED_METRICS, findMetric, isActive } from "./filters.js";
+import { SPEED_METRICS, isActive } from "./filters.js";
 import { formatAge, formatDuration, formatNumber, formatSetting, formatTime, h } from "./dom.js";
 
 const TITLES = {
@@ -33,8 +33,23 @@ const MOMENTS = new Set(["when", "started"]);
 export const OWN_COLUMNS = Object.keys(TITLES).filter((key) => key !== "name" && key !== "when");
 const MAX_SETTINGS = 10;
 const MAX_METRICS = 3;
-const SIGN_PX = 7.1;
-const WIDTHS = { name: [170, 320], step: [120, 150], state: [84, 110], tags: [90, 200], note: [110, 260], best: [90, 190] };
+/** The least and the most that columns get by themselves. */
+const WIDTHS = {
+  name: [150, 340],
+  step: [64, 200],
+  state: [84, 120],
+  age: [74, 74],
+  time: [66, 90],
+  tags: [90, 200],
+  note: [110, 260],
+  best: [70, 190],
+};
+const SORT_ICON_PX = 16;
+const MEASURED_GROUPS = 20;
+const measured = document.createElement("canvas").getContext("2d");
+
+/** What stands in a cell beside its text. */
+const EXTRA_PX = { name: 74, state: 32, step: 54 };
 
 /** Return the keys of the columns that are shown when none are chosen: as `echelon runs` does, settings
  * that differ between the runs, and results. */
@@ -79,7 +94,8 @@ export class Column {
   constructor(store, key, rows) {
     this.store = store;
     this.key = key;
-    this.title = TITLES[key] || (key.startsWith("trainer.") ? key.slice(8) : key);
+    this.bestName = key === "best" ? findCommonBestName(rows) : null;
+    this.title = this.bestName ? `Best ${this.bestName}` : TITLES[key] || (key.startsWith("trainer.") ? key.slice(8) : key);
     this.kind = key in TITLES ? "own" : this.isSetting(rows) ? "setting" : "metric";
     this.isNumber = this.kind === "own" ? OWN_NUMBERS.has(key) : this.hasNumbers(rows);
     this.min = (WIDTHS[key] || [56, 220])[0];
@@ -105,7 +121,7 @@ export class Column {
   /** Return the text of a cell; "–" for nothing. */
   getText(row) {
     const { key } = this;
-    if (key === "best") return typeof row.best === "number" ? `${row.best_name || ""} ${formatNumber(row.best)}` : "–";
+    if (key === "best") return typeof row.best === "number" ? this.addBestName(row, formatNumber(row.best)) : "–";
     if (key === "step") return formatSteps(row);
     if (key === "age") return formatAge(row.started);
     const value = this.getValue(row);
@@ -116,12 +132,33 @@ export class Column {
     return formatSetting(value);
   }
 
-  /** Return the width that most cells fit into, of those that are looked at. */
-  measure(rows) {
-    let signs = this.title.length + 2;
-    for (const row of rows) signs = Math.max(signs, this.getText(row).length);
-    const extra = this.key === "name" ? 74 : this.key === "state" ? 30 : 18;
-    return Math.round(Math.min(this.max, Math.max(this.min, signs * SIGN_PX + extra)));
+  addBestName(row, text) {
+    return this.bestName === null ? `${row.best_name || ""} ${text}` : text;
+  }
+
+  /** Return the width that fits most of the cells that are looked at. */
+  measure(rows, groups) {
+    const extra = EXTRA_PX[this.key] || 18;
+    let longest = "";
+    const look = (text) => {
+      if (text.length > longest.length) longest = text;
+    };
+    for (const row of rows) {
+      const eta = this.key === "step" && isActive(row) && row.eta_s ? " 00m00s" : "";
+      look(this.getText(row) + eta);
+    }
+    if (this.key !== "name" && this.key !== "state") for (const group of groups.slice(0, MEASURED_GROUPS)) look(this.getGroupText(group.rows));
+    const { mono, sans } = getFonts();
+    measured.font = this.kind === "setting" ? `12px ${mono}` : `550 13px ${sans}`;
+    const width = measured.measureText(longest).width + extra;
+    measured.font = `600 12px ${sans}`;
+    const title = measured.measureText(this.title).width + 18 + SORT_ICON_PX;
+    return Math.ceil(Math.min(this.max, Math.max(this.min, width, Math.min(title, 150))));
+  }
+
+  getGroupText(rows) {
+    const { name = "", text, std = "" } = this.summarize(rows);
+    return [this.bestName === null ? name : "", text, std].filter(Boolean).join(" ");
   }
 
   /** Return what a cell of a group says: `{text, std, title}`. */
@@ -146,7 +183,7 @@ export class Column {
   summarizeBest(rows) {
     const names = new Set(rows.filter((row) => typeof row.best === "number").map((row) => row.best_name));
     if (names.size !== 1) return { text: names.size ? "different metrics" : "–", isSoft: true };
-    return { ...this.summarizeNumbers(rows.map((row) => row.best)), name: [...names][0] };
+    return { ...this.summarizeNumbers(rows.map((row) => row.best)), name: this.bestName === null ? [...names][0] : "" };
   }
 
   summarizeNumbers(values) {
@@ -160,6 +197,26 @@ export class Column {
       title: `mean ± standard deviation of ${count}; lowest ${format(min)}, highest ${format(max)}`,
     };
   }
+}
+
+/** Return the metric that decides the best of all these runs; null if they are several, or none. */
+function findCommonBestName(rows) {
+  let name = null;
+  for (const row of rows) {
+    if (typeof row.best !== "number" || row.best_name === name) continue;
+    if (name !== null) return null;
+    name = row.best_name;
+  }
+  return name;
+}
+
+let fonts = null;
+function getFonts() {
+  if (!fonts) {
+    const style = getComputedStyle(document.documentElement);
+    fonts = { mono: style.getPropertyValue("--mono"), sans: style.getPropertyValue("--sans") };
+  }
+  return fonts;
 }
 
 /** Return mean, standard deviation (of a sample), count, min and max of what is a number; null for none. */
@@ -208,7 +265,7 @@ export function makeCell(cell, column, isTop) {
   const { key } = column;
   if (key === "state") return makeStateCell(cell);
   if (key === "step") return makeStepCell(cell);
-  if (key === "best") return makeBestCell(cell, isTop);
+  if (key === "best") return makeBestCell(cell, column, isTop);
   if (key === "tags") return makeTagsCell(cell);
   if (column.isNumber) cell.classList.add("num");
   if (column.kind === "setting" || key === "host" || key === "folder") cell.classList.add("mono");
@@ -247,13 +304,13 @@ function makeStepCell(cell) {
   const track = h("span", { class: "rt-track", "aria-hidden": "true" }, bar);
   const text = document.createElement("span");
   const eta = document.createElement("small");
-  cell.append(eta, text, track);
+  cell.append(eta, track, text);
   return (row) => {
     const { step, total_steps: total, eta_s: left } = row;
     text.textContent = formatSteps(row);
     const hasShare = Boolean(total) && typeof step === "number";
     track.classList.toggle("is-over", !isActive(row));
-    track.style.visibility = hasShare && (isActive(row) || step < total) ? "" : "hidden";
+    track.hidden = !hasShare || (!isActive(row) && step >= total);
     bar.style.transform = `scaleX(${hasShare ? Math.min(1, step / total) : 0})`;
     const isRunning = isActive(row) && typeof left === "number";
     eta.textContent = isRunning ? formatDuration(left) : "";
@@ -262,14 +319,14 @@ function makeStepCell(cell) {
   };
 }
 
-function makeBestCell(cell, isTop) {
+function makeBestCell(cell, column, isTop) {
   cell.classList.add("rt-best", "num");
   const name = document.createElement("small");
   const value = document.createElement("b");
   cell.append(name, value);
   return (row) => {
     const has = typeof row.best === "number";
-    name.textContent = has ? row.best_name || "" : "";
+    name.textContent = has && column.bestName === null ? row.best_name || "" : "";
     value.textContent = has ? formatNumber(row.best) : "–";
     cell.title = has ? `${row.best_name} ${row.best}` : "";
     cell.classList.toggle("none", !has);
@@ -306,9 +363,4 @@ export function makeGroupCell(cell, column) {
     cell.title = said.title || (said.text.length > 12 ? said.text : "");
     cell.classList.toggle("none", said.text === "–" || Boolean(said.isSoft));
   };
-}
-
-/** Return whether a key names a metric of any of these rows. */
-export function isAnyMetric(rows, key) {
-  return rows.some((row) => findMetric(row, key));
 }
