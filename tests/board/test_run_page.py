@@ -98,7 +98,7 @@ def test_faults_are_on_the_time_line(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "logs/rank-0.log", "../a/job.sh", "job.sh", "/etc/passwd", ""]
+    "name", ["config.json", "logs/../config.json", "../a/job.sh", "job.sh", "/etc/passwd", ""]
 )
 def test_only_files_that_are_meant_to_be_read_are(root: Path, name: str, tmp_path: Path) -> None:
     run = make_run(root, "a")

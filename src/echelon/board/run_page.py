@@ -71,7 +71,7 @@ def show_run(request: Request) -> Response:
          "files": [{"name", "bytes", "changed", "kind": "file|log|trace|hang|script"}],
          "copies": what is kept of its state in memory, or null}
 
-    A name in ``files`` of the kinds trace, hang and script can be asked for with
+    A name in ``files`` of the kinds trace, log, hang and script can be asked for with
     ``GET /api/run/{id}/file?name=``, the plan with ``GET /api/run/{id}/plan``. Of a run of another
     program the details are only ``settings``, ``metrics`` and ``files``.
     """
@@ -380,15 +380,16 @@ def _list_files(run: Run) -> list[dict[str, Any]]:
 
 
 def show_file(request: Request) -> Response | StreamResponse:
-    """``GET /api/run/{id}/file?name=``: a hang report, the batch script or a trace of a run, as
-    ``files`` of its details names it. Texts are cut after 1 MB; traces are sent whole."""
+    """``GET /api/run/{id}/file?name=``: a hang report, the batch script, a trace or a log of a run,
+    as ``files`` of its details names it. Texts are cut after 1 MB;
+    traces and logs are sent whole."""
     run = request.board.find_run(request.path_values["id"])
     name = request.get("name")
     kinds = {file["name"]: file["kind"] for file in _list_files(run)}
     kind = kinds.get(name)
     if kind in ("hang", "script"):
         return Response(read_inside(run.folder / name, run.folder, _MAX_TEXT_BYTES), TEXT_TYPE)
-    if kind == "trace":
+    if kind in ("trace", "log"):
         handle = open_inside(run.folder / name, run.folder)
         shown = quote(f"{run.name}-{Path(name).name}")
         headers = {"Content-Disposition": f"attachment; filename*=UTF-8''{shown}"}
