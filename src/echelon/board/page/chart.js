@@ -70,6 +70,12 @@ export function onTheme(fn) {
   return () => themeWatchers.delete(fn);
 }
 
+/** Return whether the page is dark now. */
+export function isDarkTheme() {
+  const chosen = document.documentElement.dataset.theme;
+  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
 let isWatchingTheme = false;
 
 function startWatchingTheme() {

@@ -176,7 +176,7 @@ class CurvesView {
     this.spoken = h("p", { class: "cv-hidden", role: "status", "aria-live": "polite" });
     this.tip = h("div", { class: "cv-tip", hidden: true, "aria-hidden": "true" });
     document.body.append(this.tip);
-    const smoothing = h("label", { class: "cv-smooth" }, h("span", {}, "Smoothing"), this.smooth, this.smoothText);
+    const smoothing = h("label", { class: "cv-smooth" }, h("span", {}, "Smooth"), this.smooth, this.smoothText);
     const bar = h("div", { class: "cv-bar", role: "toolbar", "aria-label": "Curves" }, this.search, this.axis, smoothing);
     bar.append(this.logX, this.logY, this.band, this.size, this.only, this.reset, h("span", { class: "cv-room" }), this.page);
     this.section = h("section", { class: "cv-view", "aria-label": "Curves" }, bar, this.legend, this.notes, this.grid, this.speed, this.spoken);
@@ -990,10 +990,11 @@ function makeBand(curves, [from, to], pixels, { tau, logX, logY, band }) {
   const count = new Float64Array(n);
   const low = new Float64Array(n).fill(Infinity);
   const high = new Float64Array(n).fill(-Infinity);
+  const slack = (to - from) / n;
   for (const points of curves) {
     const values = tau && points.n > 2 ? smoothCurve(points.x, points.mean, tau, logY) : points.mean;
     for (let i = 0; i < n; i++) {
-      const v = interpolate(points.x, values, grid[i]);
+      const v = interpolate(points.x, values, grid[i], slack);
       if (v !== v) continue;
       sum[i] += v;
       squares[i] += v * v;
@@ -1017,9 +1018,13 @@ function makeBand(curves, [from, to], pixels, { tau, logX, logY, band }) {
   return band === "none" ? line : { ...line, low, high };
 }
 
-function interpolate(x, values, at) {
+/** Return the value between two points; a little outside the curve that of its end, since the first and the last
+ * point of a reduced curve need not be those of the run. */
+function interpolate(x, values, at, slack) {
   const n = x.length;
-  if (!n || at < x[0] || at > x[n - 1]) return NaN;
+  if (!n || at < x[0] - slack || at > x[n - 1] + slack) return NaN;
+  if (at <= x[0]) return values[0];
+  if (at >= x[n - 1]) return values[n - 1];
   let low = 0;
   let high = n - 1;
   while (high - low > 1) {

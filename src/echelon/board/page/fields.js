@@ -1,12 +1,13 @@
 // What can stand on an axis: settings, results and a run's own values, by the names of `echelon runs`.
 
+import { isDarkTheme } from "./chart.js";
 import { h } from "./dom.js";
 import { SPEED_METRICS } from "./filters.js";
 
 const OWN_NUMBERS = ["best", "step", "time", "started", "age", "nodes", "processes"];
 const SUFFIXES = ["best", "last", "min", "max"];
 const HUE_STOPS = [[61, 79, 196], [138, 63, 184], [204, 71, 120], [238, 123, 60], [226, 165, 38]];
-const GOOD_STOPS = [[158, 146, 136], [22, 108, 191]];
+const GOOD_STOPS = { light: [[158, 146, 136], [22, 108, 191]], dark: [[120, 110, 102], [92, 172, 248]] };
 
 /** Return the names that mean something of these rows: `{settings, metrics, own}`; settings that differ come first. */
 export function listFields(store, rows) {
@@ -98,7 +99,7 @@ export function makeChooser(label, onChange, { optional = false } = {}) {
 
 /** Return the colour of a share between 0 and 1; with `isGoodness` from grey to blue, as results are drawn. */
 export function getScaleColour(share, isGoodness) {
-  const stops = isGoodness ? GOOD_STOPS : HUE_STOPS;
+  const stops = isGoodness ? GOOD_STOPS[isDarkTheme() ? "dark" : "light"] : HUE_STOPS;
   const at = Math.min(1, Math.max(0, share)) * (stops.length - 1);
   const i = Math.min(stops.length - 2, Math.floor(at));
   const mix = stops[i].map((v, k) => Math.round(v + (stops[i + 1][k] - v) * (at - i)));

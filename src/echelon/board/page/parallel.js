@@ -3,8 +3,8 @@
 
 import { getTheme, onTheme } from "./chart.js";
 import { getJson } from "./api.js";
-import { formatCount, h } from "./dom.js";
-import { drawColourLegend, guessResult, listFields, listNames, makeChooser, makeColouring } from "./fields.js";
+import { formatCount, formatG, h } from "./dom.js";
+import { drawColourLegend, getAxisKind, guessResult, listFields, listNames, makeChooser, makeColouring } from "./fields.js";
 import { formatField } from "./scatter.js";
 
 const MAX_AXES = 12;
@@ -325,7 +325,7 @@ class ParallelView {
       const y = this.getTop(axis.place(tick) ?? 0);
       if (Math.abs(before - y) < 13) continue;
       before = y;
-      const text = axis.kind === "word" ? shorten(tick, 16) : formatField(axis.name, roundTick(tick));
+      const text = axis.kind === "word" ? shorten(tick, 16) : formatTickOf(axis.name, tick);
       const at = isLast ? x + 6 : x - 6;
       ctx.lineWidth = 3;
       ctx.strokeStyle = theme.bg;
@@ -579,7 +579,7 @@ class ParallelView {
     this.note.textContent = notes.join(" · ");
     const head = h("tr", {}, ["Axis", "From", "To", "Influence"].map((text) => h("th", { scope: "col" }, text)));
     const lines = this.axes.map((axis, i) => {
-      const write = (tick) => (tick === undefined ? "–" : formatField(axis.name, tick));
+      const write = (tick) => (tick === undefined ? "–" : axis.kind === "word" ? tick : formatTickOf(axis.name, tick));
       const cells = [write(axis.ticks[0]), write(axis.ticks[axis.ticks.length - 1]), this.influence[i].text].map((text) => h("td", {}, text));
       return h("tr", {}, h("th", { scope: "row" }, axis.name), cells);
     });
@@ -600,8 +600,9 @@ function formatBound(value) {
   return Math.abs(value) === Number.MAX_VALUE ? (value > 0 ? "1e308" : "-1e308") : String(Number(value.toPrecision(5)));
 }
 
-function roundTick(value) {
-  return typeof value === "number" ? Number(value.toPrecision(4)) : value;
+/** Return a mark of an axis; settings as they were typed. */
+function formatTickOf(name, value) {
+  return getAxisKind(name) === "number" ? formatG(Number(value.toPrecision(4))) : formatField(name, value);
 }
 
 function shorten(text, length) {

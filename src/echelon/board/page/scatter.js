@@ -28,7 +28,9 @@ export function formatField(name, value) {
   const kind = getAxisKind(name);
   if (typeof value !== "number") return value === null || value === undefined ? "–" : String(value);
   if (kind === "clock") return formatTime(value);
-  return kind === "duration" ? formatTickDuration(value) : formatNumber(value);
+  if (kind === "duration") return formatTickDuration(value);
+  // A setting is written as it was typed, a result with as many digits as any other.
+  return String(value).length <= 7 ? String(value) : formatNumber(value);
 }
 
 /** Points instead of lines, on the axes of the curves. */

@@ -328,30 +328,40 @@ export class Store {
   /** Return the colour of a run: by its name, and another one where a drawn run has that already. */
   getColour(id) {
     const shown = this.getShownIds();
-    this.memo("colours", [shown], () => this.assignColours(shown));
+    const groups = this.getGroups();
+    this.memo("colours", [shown, groups], () => this.assignColours(shown, groups || []));
     const index = this.colours.get(id) ?? hashName(getNameOfId(id)) % PALETTE_SIZE;
     return PALETTES[this.isDark ? "dark" : "light"][index];
   }
 
-  assignColours(shown) {
+  /** Groups have the colour of their first drawn run, so these differ before all others. */
+  assignColours(shown, groups) {
     const kept = new Map();
     const used = new Set();
-    const waiting = [];
-    for (const id of shown) {
-      const known = this.colours.get(id);
-      if (known === undefined) waiting.push(id);
-      else {
-        kept.set(id, known);
-        used.add(known);
-      }
-    }
-    waiting.sort(); // the same runs get the same colours in every browser
-    for (const id of waiting) {
-      let index = hashName(getNameOfId(id)) % PALETTE_SIZE;
-      if (used.size < PALETTE_SIZE) while (used.has(index)) index = (index + 1) % PALETTE_SIZE;
+    const take = (id, index) => {
       kept.set(id, index);
       used.add(index);
+    };
+    const findFree = (id) => {
+      let index = hashName(getNameOfId(id)) % PALETTE_SIZE;
+      if (used.size < PALETTE_SIZE) while (used.has(index)) index = (index + 1) % PALETTE_SIZE;
+      return index;
+    };
+    for (const { rows } of groups) {
+      const first = rows.find((row) => shown.has(row.id));
+      if (!first) continue;
+      const known = this.colours.get(first.id);
+      take(first.id, known === undefined || used.has(known) ? findFree(first.id) : known);
     }
+    const waiting = [];
+    for (const id of shown) {
+      if (kept.has(id)) continue;
+      const known = this.colours.get(id);
+      if (known === undefined) waiting.push(id);
+      else take(id, known);
+    }
+    waiting.sort(); // the same runs get the same colours in every browser
+    for (const id of waiting) take(id, findFree(id));
     this.colours = kept;
     return kept;
   }
