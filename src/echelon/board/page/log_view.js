@@ -3,6 +3,7 @@
 
 import { renderLine, stripAnsi } from "./ansi.js";
 import { getJson, getRunPath } from "./api.js";
+import { openMenu } from "./dialogs.js";
 import { formatBytes, h } from "./dom.js";
 import { copyText } from "./run_parts.js";
 
@@ -13,6 +14,7 @@ const SHOWN_CHARACTERS = 2_000; // of a line; the rest comes by a button
 const STEP_CHARACTERS = 16_000; // that such a button shows more
 const COPY_LINES = 20_000; // at most, into the clipboard
 const FALLBACK_LINE_PX = 18;
+const SHOWN_IN_MENU = 100;
 
 /** The lines of a log by their numbers, fetched in blocks when they are looked at. */
 class LineBlocks {
@@ -179,7 +181,7 @@ export function mountLogs(element, store, id) {
     if (on) setFraction(1);
   });
   const copy = makeButton("Copy", "Copy the chosen lines, or those on the screen", copyLines);
-  const download = h("a", { class: "rp-button", role: "button", title: "Download the logs that are shown" }, "Download");
+  const download = h("button", { class: "rp-button", type: "button", title: "Download whole logs", "aria-haspopup": "menu", onclick: chooseDownload }, "Download");
   const bar = h("div", { class: "lv-bar" },
     h("div", { class: "lv-group lv-search" }, input, regex, previous, next, found),
     h("div", { class: "lv-group" }, jump, stamps, wrap, follow, copy, download));
@@ -247,10 +249,18 @@ export function mountLogs(element, store, id) {
     if (input.value) search(false);
   }
 
-  function renderDownload() {
-    const names = blocks.names.length ? `?names=${encodeURIComponent(blocks.names.join(","))}` : "";
-    download.href = `${path}/download${names}`;
-    download.setAttribute("download", "");
+  /** Download the one log that is shown, or ask which. Files come as they are, without cut lines. */
+  function chooseDownload() {
+    const names = blocks.names.length ? blocks.names : blocks.knownNames || [];
+    const fetchLog = (name) => {
+      const file = `logs/${name}.log`;
+      const link = h("a", { href: getRunPath(id, `/file?name=${encodeURIComponent(file)}`), download: "" });
+      element.append(link);
+      link.click();
+      link.remove();
+    };
+    if (names.length === 1) fetchLog(names[0]);
+    else openMenu(download, names.slice(0, SHOWN_IN_MENU).map((name) => ({ label: `${name}.log`, onSelect: () => fetchLog(name) })), { label: "Download a log" });
   }
 
   function renderFoot() {
@@ -626,7 +636,6 @@ export function mountLogs(element, store, id) {
     if (firstTime === null) firstTime = blocks.get(0)?.t ?? null;
     totalBefore = blocks.total;
     renderChips();
-    renderDownload();
     showMessage();
     draw();
     if (!blocks.isComplete && !readTimer) {
@@ -724,7 +733,6 @@ export function mountLogs(element, store, id) {
   const observer = new ResizeObserver(() => draw());
   observer.observe(body);
   showFound();
-  renderDownload();
   open().then(() => {
     if (input.value && !isGone) search(!view.selection);
   });

@@ -1,18 +1,23 @@
 // Machines and jobs: what waits and runs, the GPUs of here and of other hosts with their users over the
 // last hour, and what preflight found. What cannot be asked is said.
 
+import { stripAnsi } from "./ansi.js";
 import { getJson } from "./api.js";
 import { formatAge, formatBytes, formatDuration, formatTime, h } from "./dom.js";
-import { cleanText, longText, meter, renderError, showRun, stateBadge } from "./run_parts.js";
+import { cleanText, cutName, isKnown, longText, renderError, showRun, stateBadge } from "./run_parts.js";
 
 const MACHINES_EVERY_MS = 5000; // as often as the server samples
 const JOBS_EVERY_MS = 10000;
 const HOUR_S = 3600;
+const SHOWN_JOBS = 50;
+const SHOWN_PROCESSES = 12;
+const SHOWN_CHECKS = 300;
 const SVG = "http://www.w3.org/2000/svg";
 
 /** Show the queue, the machines and what preflight found. */
 export function mount(element, store) {
   let isGone = false;
+  let showsAll = false;
   const timers = new Map();
   const status = h("span", { class: "rp-dim", role: "status", "aria-live": "polite" });
   const jobs = h("section", { "aria-label": "Jobs" });
@@ -48,40 +53,43 @@ export function mount(element, store) {
 
   // --- jobs ---
 
-  function renderJobs(answer) {
-    const own = answer.jobs || answer.runs || [];
-    const queue = answer.queue || [];
-    const notes = [answer.silence, answer.error, answer.queue_error, ...(answer.notes || [])].filter(Boolean).map((text) => (typeof text === "string" ? text : text.what || ""));
+  function renderJobs({ jobs: own = [], silence = "", queue }) {
+    const waits = queue?.jobs || [];
     jobs.replaceChildren(
-      h("h3", null, `Own jobs${own.length ? ` · ${own.length}` : ""}`),
-      own.length ? drawTable(["Run", "State", "Step", "Ready in", "Where", "Size", "Started", "Why"], own.map((job) => [
-        runLink(job), stateBadge(job.state), formatStep(job), formatEta(job), [job.launcher, job.job ? `job ${job.job}` : "", job.host].filter(Boolean).join(" "),
-        job.nodes ? `${job.nodes} × ${(job.processes ?? job.world) ? Math.round((job.processes ?? job.world) / job.nodes) : "?"}` : "", formatStarted(job),
-        longText(job.why || job.note || "", "rp-dim", 160)])) : h("p", { class: "rp-empty" }, "Nothing runs or waits."),
-      ...(queue.length ? [h("h3", { class: "mc-queue" }, `Queue · ${queue.length}`), drawTable(["Job", "Name", "User", "State", "Partition", "Nodes", "Time", "Starts", "Why"], queue.map((job) => [
-        String(job.job ?? job.id ?? ""), longText(job.name || "", "", 80), job.user || "", job.state || "", job.partition || "",
-        String(job.nodes ?? ""), formatAny(job.time ?? job.elapsed_s), job.start ? formatAny(job.start, true) : "", longText(job.reason || job.why || "", "rp-dim", 120)]))] : []),
-      ...notes.map((text) => h("p", { class: "mc-silent" }, cleanText(text.slice(0, 600)))));
+      h("h3", null, "Own jobs"),
+      own.length ? drawTable(["Run", "State", "Step", "Ready in", "Where", "Nodes", "Processes", "Started", ""], own.map((job) => [
+        runLink(job.id, job.run), stateBadge(job.state), formatStep(job), isKnown(job.eta_s) ? formatDuration(job.eta_s) : "",
+        [job.launcher, job.job ? `job ${job.job}` : "", job.host].filter(Boolean).join(" "), formatCell(job.nodes), formatCell(job.world),
+        isKnown(job.started) ? `${formatAge(job.started)} ago` : "", job.note ? longText(stripAnsi(job.note), "rp-dim", 160) : ""])) : h("p", { class: "rp-empty" }, "No run was started yet."),
+      silence ? h("p", { class: "mc-silent" }, `Slurm does not answer: ${cleanText(silence.slice(0, 400))}`) : "",
+      ...(queue ? [h("h3", { class: "mc-queue" }, `Queue${waits.length ? ` · ${waits.length} jobs` : ""}`),
+        queue.error ? h("p", { class: "mc-silent" }, `The queue cannot be asked: ${cleanText(queue.error.slice(0, 400))}`) : "",
+        waits.length ? drawQueue(waits) : queue.error ? "" : h("p", { class: "rp-empty" }, "Nothing waits or runs.")] : []));
   }
 
-  const formatAny = (value, isMoment) => (typeof value === "number" ? (isMoment ? formatTime(value) : formatDuration(value)) : String(value ?? ""));
-  const formatStep = (job) => (job.step === null || job.step === undefined ? "" : `${job.step}${job.total_steps ? ` of ${job.total_steps}` : ""}`);
-  const formatEta = (job) => (typeof job.eta_s === "number" ? formatDuration(job.eta_s) : "");
-  const formatStarted = (job) => (typeof job.started === "number" ? `${formatAge(job.started)} ago` : "");
-
-  function runLink(job) {
-    const name = String(job.run ?? job.name ?? "");
-    const id = job.id && store.rows.has(job.id) ? job.id : findId(job, name);
-    const shown = cleanText(name.slice(0, 80));
-    if (!id) return h("span", { dir: "auto" }, shown);
-    return h("button", { class: "sw-link", type: "button", dir: "auto", "data-key": id, onclick: () => showRun(store, id) }, shown);
-  }
-
-  function findId(job, name) {
-    for (const row of store.rows.values()) {
-      if (job.folder ? row.folder === job.folder : row.name === name) return row.id;
+  function drawQueue(waits) {
+    const shown = showsAll ? waits : waits.slice(0, SHOWN_JOBS);
+    const table = drawTable(["Job", "Name", "User", "State", "Partition", "Nodes", "GPUs", "Time", "Limit", "Submitted", "Why"], shown.map((job) => [
+      job.job, job.run ? runLink(job.run, job.name) : longText(job.name || "", "", 80), h("span", { class: job.own ? "mc-own" : null }, cutName(job.user)), cutName(job.state),
+      cutName(job.partition), formatCell(job.nodes), /^(N\/A|\(null\))$/.test(job.gres) ? "" : cutName(job.gres), cutName(job.time), cutName(job.limit), cutName(job.submitted).replace("T", " "),
+      job.reason && job.reason !== "None" ? longText(job.reason, "rp-dim", 120) : ""]));
+    if (shown.length < waits.length) {
+      table.append(h("button", { class: "rp-button", type: "button", "data-key": "all", onclick: () => {
+        showsAll = true;
+        jobs.shown = null;
+        repeat("jobs", "/api/jobs", JOBS_EVERY_MS, renderJobs, jobs);
+      } }, `Show all ${waits.length} jobs`));
     }
-    return null;
+    return table;
+  }
+
+  const formatCell = (value) => (isKnown(value) ? cutName(value) : "");
+  const formatStep = (job) => (isKnown(job.step) ? `${job.step}${job.total_steps ? ` of ${job.total_steps}` : ""}` : "");
+
+  function runLink(id, name) {
+    const shown = cutName(name);
+    if (!id || !store.rows.has(id)) return h("span", { dir: "auto" }, shown);
+    return h("button", { class: "sw-link", type: "button", dir: "auto", "data-key": id, onclick: () => showRun(store, id) }, shown);
   }
 
   function drawTable(titles, rows) {
@@ -93,73 +101,53 @@ export function mount(element, store) {
 
   // --- machines ---
 
-  function renderMachines(answer) {
-    const hosts = answer.hosts || [];
-    status.textContent = hosts.length ? "sampled every 5 s while this page is open" : "";
-    machines.replaceChildren(h("h3", null, "GPUs and hosts"),
-      ...(hosts.length ? hosts.map(drawHost) : [h("p", { class: "rp-empty" }, "No host is known yet.")]),
-      ...[].concat(answer.notes || answer.unasked || []).map((text) => h("p", { class: "mc-silent" }, cleanText(String(text.error || text).slice(0, 600)))));
-    renderPreflight(answer.preflight || []);
+  function renderMachines({ hosts = [], every_s = 5, preflight: results = [] }) {
+    status.textContent = hosts.length ? `sampled every ${every_s} s while this page is open, kept for an hour` : "";
+    machines.replaceChildren(h("h3", null, "Machines"), ...(hosts.length ? hosts.map(drawHost) : [h("p", { class: "rp-empty" }, "No machine is known yet.")]));
+    renderPreflight(results);
   }
 
   function drawHost(host) {
-    const gpus = host.gpus || [];
-    const cpu = host.cpu || {};
-    const users = [...new Set((host.users || []).map((user) => (typeof user === "string" ? user : user.user)))];
-    return h("div", { class: "mc-host" },
-      h("div", { class: "mc-host-head" }, h("span", { class: "mc-host-name", dir: "auto" }, cleanText(String(host.host).slice(0, 120)), host.is_here ? " (here)" : ""),
-        h("span", { class: "rp-dim" }, describeHost(host, cpu, gpus)), users.length ? h("span", { class: "rp-dim" }, users.join(", ")) : null),
-      host.error ? h("p", { class: "mc-silent" }, longText(typeof host.error === "string" ? host.error : host.error.what || "cannot be asked", "", 400)) : null,
-      ...drawCpu(host, cpu),
-      gpus.length ? h("div", { class: "mc-gpus" }, ...gpus.map((gpu, i) => drawGpu(gpu, i))) : host.error ? null : h("p", { class: "rp-empty" }, "No GPU."));
-  }
-
-  function describeHost(host, cpu, gpus) {
-    return [
-      host.state, host.partition || (host.partitions || []).join(", "), gpus.length ? `${gpus.length} ${gpus.length === 1 ? "GPU" : "GPUs"}` : "",
-      cpu.cores ? `${cpu.cores} cores` : "", host.driver ? `driver ${host.driver}` : "",
+    const { gpus = [], cpu } = host;
+    const about = [
+      gpus.length ? `${gpus.length} ${gpus.length === 1 ? "GPU" : "GPUs"}` : "", cpu?.cores ? `${cpu.cores} cores` : "", host.driver ? `driver ${host.driver}` : "", host.cuda ? `CUDA ${host.cuda}` : "",
     ].filter(Boolean).join(" · ");
+    const stale = isKnown(host.stale_s) ? h("span", { class: "mc-silent" }, `does not answer: shown as ${formatDuration(host.stale_s)} ago`) : null;
+    return h("div", { class: "mc-host" },
+      h("div", { class: "mc-host-head" }, h("span", { class: "mc-host-name", dir: "auto" }, cutName(host.host)), h("span", { class: "rp-dim" }, about), stale),
+      host.error && !(stale && gpus.length) ? h("p", { class: gpus.length ? "mc-silent" : "rp-empty" }, longText(host.error, "", 400)) : null,
+      h("div", { class: "mc-gpus" }, gpus.map(drawGpu), cpu ? drawCpu(cpu) : null));
   }
 
-  function drawCpu(host, cpu) {
-    const parts = [];
-    const load = cpu.load ?? cpu.load_1 ?? cpu.load1;
-    if (typeof load === "number" && cpu.cores) parts.push(meter(load / cpu.cores, `load ${load.toFixed(1)} of ${cpu.cores}`));
-    const used = cpu.memory_used_bytes ?? cpu.used_bytes;
-    const total = cpu.memory_total_bytes ?? cpu.total_bytes ?? cpu.memory_bytes;
-    if (used !== undefined && total) parts.push(meter(used / total, `${formatBytes(used)} of ${formatBytes(total)}`));
-    return parts;
+  function drawCpu(cpu) {
+    const load = (cpu.load || []).map((each) => each.toFixed(1)).join(" ");
+    return drawDevice("CPU", `${cpu.cores} cores`, cpu.history, cpu.memory_total_bytes, [
+      isKnown(cpu.used_percent) ? h("span", { class: "mc-key" }, `${Math.round(cpu.used_percent)} %`) : null,
+      formatMemory(cpu.memory_used_bytes, cpu.memory_total_bytes), load ? h("span", null, `load ${load}`) : null,
+    ], null);
   }
 
-  function drawGpu(gpu, i) {
-    const util = pick(gpu, "use_percent", "utilization", "util");
-    const used = bytesOf(gpu, "memory_used", "used");
-    const total = bytesOf(gpu, "memory_total", "total");
-    const numbers = [
-      util === null ? null : h("span", { class: "mc-key" }, `${Math.round(util)} %`),
-      used === null ? null : h("span", { class: "mc-key mc-key-mem" }, total ? `${formatBytes(used)} of ${formatBytes(total)}` : formatBytes(used)),
-      say(pick(gpu, "temperature_c", "temperature"), "°C"), say(pick(gpu, "power_w", "power"), "W"),
-      gpu.memory_errors ? h("span", { class: "rp-bad" }, `${gpu.memory_errors} memory errors`) : null,
-    ];
-    const users = (gpu.users || gpu.processes || []).slice(0, 20).map((user) => {
-      if (typeof user === "string") return user;
-      const memory = bytesOf(user, "memory", "used");
-      return [user.user, user.run || user.name || user.command || "", user.pid ? `pid ${user.pid}` : "", memory === null ? "" : formatBytes(memory)].filter(Boolean).join(" ");
-    });
-    return h("div", { class: "mc-gpu" },
-      h("div", { class: "mc-gpu-head" }, h("span", { class: "mc-gpu-name", title: gpu.name || "" }, h("b", null, String(gpu.index ?? i)), cleanText(String(gpu.name || "GPU").slice(0, 80)))),
-      drawSparkline(gpu.history || [], `GPU ${gpu.index ?? i} over the last hour`, total),
-      h("div", { class: "mc-numbers" }, ...numbers.filter(Boolean)),
-      gpu.error ? h("p", { class: "mc-silent" }, longText(String(gpu.error), "", 200)) : null,
-      users.length ? h("div", { class: "mc-users" }, longText(users.join(" · "), "", 400)) : gpu.users ? h("div", { class: "mc-users rp-dim" }, "free") : null);
+  function drawGpu(gpu) {
+    const processes = (gpu.processes || []).slice(0, SHOWN_PROCESSES).map((each) => h("li", null,
+      h("b", null, cutName(each.user || "?")), " ", each.run ? cutName(each.run) : h("span", { class: "rp-dim" }, cleanText(String(each.command || "").slice(0, 60))), " ",
+      h("span", { class: "rp-dim" }, [isKnown(each.memory_bytes) ? formatBytes(each.memory_bytes) : "", each.job ? `job ${each.job}` : "", each.pid ? `pid ${each.pid}` : "", isKnown(each.age_s) ? formatDuration(each.age_s) : "",
+        each.orphan ? "left over" : ""].filter(Boolean).join(" · "))));
+    const users = processes.length ? h("ul", { class: "mc-users" }, processes)
+      : gpu.users?.length ? h("div", { class: "mc-users" }, gpu.users.map(cutName).join(", ")) : gpu.idle ? h("div", { class: "mc-users rp-dim" }, "free") : null;
+    return drawDevice(String(gpu.index), gpu.name || "GPU", gpu.history, gpu.memory_total_bytes, [
+      isKnown(gpu.use_percent) ? h("span", { class: "mc-key" }, `${gpu.use_percent} %`) : null, formatMemory(gpu.memory_used_bytes, gpu.memory_total_bytes),
+      isKnown(gpu.temperature_c) ? h("span", null, `${gpu.temperature_c} °C`) : null, isKnown(gpu.power_w) ? h("span", null, `${Math.round(gpu.power_w)} W`) : null,
+      gpu.memory_errors ? h("span", { class: "rp-bad" }, `${gpu.memory_errors} memory errors`) : null, gpu.slices?.length ? h("span", null, `${gpu.slices.length} slices`) : null,
+      gpu.fault ? h("span", { class: "mc-silent" }, cleanText(String(gpu.fault).slice(0, 300))) : null,
+    ], users);
   }
 
-  const pick = (object, ...keys) => {
-    for (const key of keys) if (typeof object[key] === "number") return object[key];
-    return null;
-  };
-  const bytesOf = (object, ...keys) => pick(object, ...keys.map((key) => `${key}_bytes`), ...keys);
-  const say = (value, unit) => (value === null ? null : h("span", null, `${Math.round(value)} ${unit}`));
+  const formatMemory = (used, total) => (isKnown(used) ? h("span", { class: "mc-key mc-key-mem" }, total ? `${formatBytes(used)} of ${formatBytes(total)}` : formatBytes(used)) : null);
+
+  function drawDevice(index, name, history, total, numbers, users) {
+    return h("div", { class: "mc-gpu" }, h("div", { class: "mc-gpu-name", title: name }, h("b", null, index), cutName(name)),
+      drawSparkline(history || [], `${index} ${name}`, total), h("div", { class: "mc-numbers" }, numbers), users);
+  }
 
   function drawSparkline(history, label, total) {
     const points = history.filter((point) => Array.isArray(point) && typeof point[0] === "number");
@@ -174,36 +162,39 @@ export function mount(element, store) {
     for (const [key, value] of Object.entries({ class: "mc-spark", viewBox: "0 0 300 40", preserveAspectRatio: "none", role: "img" })) svg.setAttribute(key, value);
     for (const x of [75, 150, 225]) add("line", { x1: x, x2: x, y1: 0, y2: 40 });
     add("line", { x1: 0, x2: 300, y1: 39.5, y2: 39.5 });
-    const share = (memory) => (memory <= 1 && !total ? memory : total && memory > 100 ? memory / total : memory / 100);
     const utils = points.filter((point) => typeof point[1] === "number");
-    const memories = points.filter((point) => typeof point[2] === "number");
+    const memories = total ? points.filter((point) => typeof point[2] === "number") : [];
     if (utils.length) {
       const line = utils.map((point) => place(point, point[1] / 100));
       const start = line[0].split(",")[0];
       const end = line[line.length - 1].split(",")[0];
       add("polygon", { points: `${start},39 ${line.join(" ")} ${end},39`, class: "mc-util" });
     }
-    if (memories.length) add("polyline", { points: memories.map((point) => place(point, share(point[2]))).join(" "), class: "mc-mem" });
+    if (memories.length) add("polyline", { points: memories.map((point) => place(point, point[2] / total)).join(" "), class: "mc-mem" });
     const mean = utils.length ? utils.reduce((sum, point) => sum + point[1], 0) / utils.length : null;
-    svg.setAttribute("aria-label", mean === null ? `${label}: nothing is known yet` : `${label}: ${mean.toFixed(0)} % used on average`);
+    svg.setAttribute("aria-label", mean === null ? `${label} over the last hour: nothing is known yet` : `${label} over the last hour: ${mean.toFixed(0)} % used on average`);
     return svg;
   }
 
   // --- preflight ---
 
-  function renderPreflight(list) {
+  function renderPreflight(results) {
     preflight.replaceChildren(h("h3", null, "Preflight"));
-    if (!list.length) {
-      preflight.append(h("p", { class: "rp-empty" }, "No run was preflighted. The setting launch.preflight=true checks all nodes before a run."));
+    if (!results.length) {
+      preflight.append(h("p", { class: "rp-empty" }, "No nodes were checked yet. ", h("code", null, "echelon preflight"), " checks them, and so does a run with ", h("code", null, "launch.preflight=true"), "."));
       return;
     }
-    preflight.append(drawTable(["When", "Run", "Node", "Check", "Result", "Found", "To do"], list.flatMap((entry) =>
-      (entry.verdicts || entry.checks || [entry]).map((each) => {
-        const state = String(each.state ?? each.result ?? "").toLowerCase();
-        return [
-          typeof (each.t ?? entry.t) === "number" ? formatTime(each.t ?? entry.t) : "", entry.run ? runLink(entry) : "", cleanText(String(each.node ?? each.host ?? entry.host ?? "").slice(0, 80)),
-          each.check || "", h("span", { class: `mc-check-${state}` }, state), longText(each.found || each.text || "", "", 300), longText(each.do || "", "rp-dim", 300)];
-      }))));
+    preflight.append(...results.map((result, i) => {
+      const checks = result.checks || [];
+      const bad = checks.filter((each) => each.state === "fail" || each.state === "warn");
+      const title = [isKnown(result.time) ? formatTime(result.time) : "", result.run || "", result.launcher, `${result.nodes?.length ?? "?"} nodes`].filter(Boolean).join(" · ");
+      const verdict = result.ready ? (bad.length ? `ready, ${bad.length} to look at` : "ready") : `not ready: ${bad.length} to fix`;
+      return h("details", { open: i === 0, class: "mc-preflight" },
+        h("summary", { "data-key": `preflight-${result.time}` }, h("span", { class: result.ready ? "mc-check-ok" : "mc-check-fail" }, verdict), " ", h("span", { class: "rp-dim" }, cutName(title))),
+        drawTable(["Node", "Check", "Result", "Found", "To do"], [...bad, ...checks.filter((each) => each.state === "ok")].slice(0, SHOWN_CHECKS).map((each) => [
+          cutName(each.host ?? each.node), cutName(each.check), h("span", { class: `mc-check-${["ok", "warn", "fail"].includes(each.state) ? each.state : "none"}` }, cutName(each.state)),
+          longText(each.found || "", "", 300), longText(each.do || "", "rp-dim", 300)])));
+    }));
   }
 
   function start() {

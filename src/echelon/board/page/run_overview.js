@@ -4,7 +4,7 @@
 import { renderLine } from "./ansi.js";
 import { getJson, getRunPath } from "./api.js";
 import { formatAge, formatBytes, formatDuration, formatNumber, formatSetting, formatTime, h } from "./dom.js";
-import { card, cleanText, copyButton, facts, longText, renderError, stackedBar } from "./run_parts.js";
+import { card, cleanText, copyButton, facts, isKnown, longText, renderError, stackedBar } from "./run_parts.js";
 
 const SPEED_METRICS = new Set([
   "samples_per_s", "step_ms", "data_ms", "compute_ms", "communication_ms", "optimizer_ms", "mfu", "memory_gb", "slowest_rank",
@@ -36,7 +36,7 @@ function drawFailure({ failure }) {
     isKnown(failure.rank) ? `rank ${failure.rank}` : "", failure.host ? `on ${failure.host}` : "", isKnown(failure.step) ? `at step ${failure.step}` : "",
   ].filter(Boolean).join(" ");
   const text = h("pre", { class: "rp-pre lv-body", tabindex: "0", "aria-label": "What was raised" });
-  for (const line of String(failure.detail || "").slice(0, 100_000).split("\n")) {
+  for (const line of String(failure.detail || "").slice(0, 100_000).trimEnd().split("\n")) {
     const place = h("div", null);
     renderLine(place, line || " ");
     text.append(place);
@@ -242,9 +242,6 @@ export async function showPlan(place, id, getDetails) {
   for (const file of (getDetails()?.files || []).filter((each) => each.kind === "script")) place.append(drawFile(id, file, true));
 }
 
-function isKnown(value) {
-  return value !== null && value !== undefined;
-}
 
 function formatMs(ms) {
   return ms >= 1000 ? `${(ms / 1000).toPrecision(3)} s` : `${Number(ms.toPrecision(3))} ms`;

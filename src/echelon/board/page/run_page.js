@@ -1,6 +1,7 @@
 // The page of one run: its head, and tabs for results, curves, settings, time line, logs, snapshots, media,
 // traces and the plan. What a run says of itself is text, however long and whatever is in it.
 
+import { stripAnsi } from "./ansi.js";
 import { getJson, getRunPath, postJson } from "./api.js";
 import { formatAge, formatDuration, formatNumber, formatTime, h, icon } from "./dom.js";
 import { drawOverview, drawSnapshots, drawTraces, showPlan } from "./run_overview.js";
@@ -76,7 +77,7 @@ export function mount(element, store) {
       badge.dataset.state = row.state;
       badge.replaceChildren(stateBadge(row.state));
       if (lastState && lastState !== row.state) {
-        live.textContent = `The run is ${row.state} now${row.why ? `: ${row.why.slice(0, 200)}` : ""}`;
+        live.textContent = `The run is ${row.state} now${row.why ? `: ${stripAnsi(row.why.slice(0, 200))}` : ""}`;
       }
       lastState = row.state;
       renderActs(row);
@@ -104,7 +105,7 @@ export function mount(element, store) {
     ].filter(Boolean).join(" · ");
     if (why.dataset.text !== (row.why || "")) {
       why.dataset.text = (row.why || "").slice(0, 5000);
-      why.replaceChildren(...(row.why ? [longText(row.why, `rp-why-${/fail|lost|kill/.test(row.state) ? "bad" : "plain"}`, 400)] : []));
+      why.replaceChildren(...(row.why ? [longText(stripAnsi(row.why), `rp-why-${/fail|lost|kill/.test(row.state) ? "bad" : "plain"}`, 400)] : []));
     }
     renderTags(row);
     renderNote(row);

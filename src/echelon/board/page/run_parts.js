@@ -115,18 +115,21 @@ export function card(title, ...content) {
 export function facts(entries) {
   const list = h("dl", { class: "rp-facts" });
   for (const [name, value] of entries) {
-    if (value === null || value === undefined || value === "" || value === false) continue;
+    if (!isKnown(value) || value === "" || value === false) continue;
     list.append(h("dt", null, name), h("dd", null, value instanceof Node ? value : longText(value)));
   }
   return list;
 }
 
 
-/** Return a bar that is filled to a share, with its text. */
-export function meter(share, text) {
-  const fill = h("i");
-  fill.style.width = `${Math.max(0, Math.min(100, share * 100)).toFixed(1)}%`;
-  return h("div", { class: "rp-meter" }, h("span", { class: "rp-meter-bar", "aria-hidden": "true" }, fill), h("span", null, text));
+/** Return whether there is a value. */
+export function isKnown(value) {
+  return value !== null && value !== undefined;
+}
+
+/** Return the start of a name, on one line. */
+export function cutName(name, most = 80) {
+  return cleanText(String(name ?? "").slice(0, most));
 }
 
 /** Return the store with these rows alone as what is visible and drawn. */

@@ -2,10 +2,9 @@
 
 import { getJson } from "./api.js";
 import { formatAge, formatDuration, formatNumber, formatSetting, h, icon } from "./dom.js";
-import { card, cleanText, limitToRows, longText, renderError, showRun, stateBadge } from "./run_parts.js";
+import { card, cleanText, cutName, isKnown, limitToRows, longText, renderError, showRun, stateBadge } from "./run_parts.js";
 
 const ROW_PX = 28;
-const SHOWN_NAME = 80;
 const READ_EVERY_MS = 2500;
 const RETRY_MS = 5000;
 const STATE_ORDER = ["running", "waiting", "finished", "pruned", "failed"];
@@ -82,8 +81,6 @@ function drawCounts(counts = {}) {
   }));
 }
 
-const getBestValue = (best) => (best === null || best === undefined ? null : typeof best === "number" ? best : best.value ?? best.metric_value ?? null);
-const cutName = (name) => cleanText(String(name ?? "").slice(0, SHOWN_NAME));
 
 // --- all sweeps ---
 
@@ -99,18 +96,20 @@ function mountList(place, store) {
     const focused = document.activeElement?.dataset?.key;
     const rows = sweeps.map((sweep) => {
       const total = Object.values(sweep.counts || {}).reduce((sum, count) => sum + count, 0);
-      const value = getBestValue(sweep.best);
+      const value = sweep.best?.value;
       return h("tr", null,
         h("td", null, h("button", { class: "sw-link", type: "button", dir: "auto", "data-key": sweep.id, onclick: () => store.setView({ page: "sweep", sweep: sweep.id }) }, cutName(sweep.name))),
-        h("td", null, cutName(sweep.metric), " ", h("span", { class: "rp-dim" }, isMore(sweep) ? "↑" : "↓")),
-        h("td", { class: "rp-num" }, value === null ? "" : formatNumber(value)),
+        h("td", null, cutName(sweep.metric), " ", h("span", { class: "rp-dim" }, sweep.metric ? (isMore(sweep) ? "↑" : "↓") : "")),
+        h("td", { class: "rp-num" }, isKnown(value) ? formatNumber(value) : ""),
         h("td", { class: "rp-num" }, sweep.run_cap ? `${total} of ${sweep.run_cap}` : String(total)),
-        h("td", null, sweep.error ? longText(sweep.error.what || sweep.error, "mc-silent", 200) : drawCounts(sweep.counts)));
+        h("td", null, sweep.error ? longText(sweep.error, "mc-silent", 200) : sweep.loading ? h("span", { class: "rp-dim" }, "is being read …") : drawCounts(sweep.counts)),
+        h("td", { class: "rp-dim" }, isKnown(sweep.changed) ? `${formatAge(sweep.changed)} ago` : ""));
     });
     body.replaceChildren(h("div", { class: "sw-scroll" }, h("table", { class: "rp-table" },
       h("thead", null, h("tr", null, h("th", { scope: "col" }, "Sweep"), h("th", { scope: "col", title: "↑ more is better, ↓ less is better" }, "Metric"), h("th", { scope: "col", class: "rp-num" }, "Best"),
-        h("th", { scope: "col", class: "rp-num" }, "Trials"), h("th", { scope: "col" }, "States"))), h("tbody", null, rows))));
+        h("th", { scope: "col", class: "rp-num" }, "Trials"), h("th", { scope: "col" }, "States"), h("th", { scope: "col" }, "Changed"))), h("tbody", null, rows))));
     if (focused) body.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
+    if (sweeps.some((sweep) => sweep.loading)) reader.later();
   }
 
   const reader = follow("/api/sweeps", draw, (error) => body.replaceChildren(renderError(error)));
@@ -120,7 +119,7 @@ function mountList(place, store) {
   };
 }
 
-const isMore = (sweep) => /^max/.test(sweep.direction || sweep.goal || "");
+const isMore = (sweep) => sweep.direction === "maximize";
 
 // --- one sweep ---
 
@@ -145,12 +144,7 @@ function mountSweep(place, store, id) {
   let drawn = null; // parallel coordinates
 
   function getId(trial) {
-    if (trial.run_id && store.rows.has(trial.run_id)) return trial.run_id;
-    const root = id.split(":")[0];
-    const own = `${root}:${trial.run}`;
-    if (store.rows.has(own)) return own;
-    for (const row of store.rows.values()) if (row.name === trial.run) return row.id;
-    return null;
+    return trial.run && store.rows.has(trial.run) ? trial.run : null;
   }
 
   function openTrial(trial) {
@@ -160,13 +154,13 @@ function mountSweep(place, store, id) {
 
   function draw(answer) {
     sweep = answer;
-    problem.replaceChildren(...(answer.error ? [renderError(new Error(answer.error.what || answer.error))] : []));
+    problem.replaceChildren(...(answer.error ? [renderError(new Error(answer.error))] : []));
     const trials = answer.trials || [];
-    name.textContent = cutName(answer.name || answer.sweep || id.replace(/^\d+:/, ""));
-    counts.replaceChildren(drawCounts(answer.counts || countStates(trials)));
-    const value = getBestValue(answer.best);
+    name.textContent = cutName(answer.name);
+    counts.replaceChildren(drawCounts(answer.counts));
+    const value = answer.best?.value;
     about.textContent = [
-      `${isMore(answer) ? "highest" : "lowest"} ${cutName(answer.metric || "value")}`, value === null ? "" : `best ${formatNumber(value)}`,
+      `${isMore(answer) ? "highest" : "lowest"} ${cutName(answer.metric || "value")}`, isKnown(value) ? `best ${formatNumber(value)}` : "",
       answer.run_cap ? `${trials.length} of ${answer.run_cap} trials` : `${trials.length} trials`, answer.ending ? `ended: ${answer.ending}` : "",
     ].filter(Boolean).join(" · ");
     chart.draw(answer);
@@ -196,18 +190,18 @@ function mountSweep(place, store, id) {
     running.hidden = !active.length;
     if (!active.length) return;
     running.replaceChildren(card("What runs where", h("div", { class: "sw-scroll" }, h("table", { class: "rp-table" },
-      h("thead", null, h("tr", null, ["Trial", "State", "Step", "Ready in", "Where", "Worker", "Value so far"].map((each) => h("th", { scope: "col" }, each)))),
+      h("thead", null, h("tr", null, ["Trial", "State", "Step", "Ready in", "Where", "Value so far"].map((each) => h("th", { scope: "col" }, each)))),
       h("tbody", null, active.slice(0, 200).map((trial) => {
         const row = store.rows.get(getId(trial)) || {};
         return h("tr", null, h("td", null, trialLink(trial)), h("td", null, stateBadge(trial.state)),
-          h("td", { class: "rp-dim" }, row.step ?? null ? `${row.step}${row.total_steps ? ` of ${row.total_steps}` : ""}` : ""),
+          h("td", { class: "rp-dim" }, isKnown(row.step) ? `${row.step}${row.total_steps ? ` of ${row.total_steps}` : ""}` : ""),
           h("td", null, row.eta_s ? formatDuration(row.eta_s) : ""), h("td", null, [trial.host || row.host, row.job ? `job ${row.job}` : ""].filter(Boolean).join(" ")),
-          h("td", { class: "rp-dim" }, [trial.worker, trial.heartbeat ? `${formatAge(trial.heartbeat)} ago` : ""].filter(Boolean).join(" ")), h("td", null, trial.value === null || trial.value === undefined ? "" : formatNumber(trial.value)));
+          h("td", null, isKnown(trial.value) ? formatNumber(trial.value) : ""));
       }))))));
   }
 
   function trialLink(trial) {
-    const text = cutName(trial.run || `trial ${trial.number}`);
+    const text = cutName(trial.run_name || `trial ${trial.number}`);
     return getId(trial) ? h("button", { class: "sw-link", type: "button", dir: "auto", onclick: () => openTrial(trial) }, text) : text;
   }
 
@@ -254,12 +248,6 @@ function mountSweep(place, store, id) {
   };
 }
 
-function countStates(trials) {
-  const counts = {};
-  for (const trial of trials) counts[trial.state] = (counts[trial.state] || 0) + 1;
-  return counts;
-}
-
 // --- the best so far, over the trials ---
 
 function makeBestChart(store, onOpen) {
@@ -287,7 +275,7 @@ function makeBestChart(store, onOpen) {
     const style = getComputedStyle(element);
     const colour = (key) => style.getPropertyValue(key).trim() || "#888";
     const trials = (answer.trials || []).filter((trial) => Number.isFinite(trial.value));
-    const best = listBest(answer, trials);
+    const best = (answer.history || []).map(([number, , value]) => ({ number, value }));
     canvas.setAttribute("aria-label", trials.length
       ? `The value of ${trials.length} trials; the best is ${formatNumber(best[best.length - 1]?.value)}. All of them are in the table.` : "No trial has a value yet");
     points = [];
@@ -349,18 +337,6 @@ function makeBestChart(store, onOpen) {
     }
   }
 
-  function listBest(answer, trials) {
-    let best = null;
-    const found = [];
-    for (const trial of [...trials].sort((a, b) => a.number - b.number)) {
-      if (trial.state === "failed" || trial.state === "pruned") continue;
-      if (best !== null && (isMore(answer) ? trial.value <= best : trial.value >= best)) continue;
-      best = trial.value;
-      found.push({ number: trial.number, value: best });
-    }
-    return found;
-  }
-
   function findNearest(event) {
     const box = canvas.getBoundingClientRect();
     let nearest = null;
@@ -382,7 +358,7 @@ function makeBestChart(store, onOpen) {
     }
     if (!point) return;
     const parameters = Object.entries(point.trial.parameters || {}).slice(0, 12).map(([key, value]) => `${cutName(key)}=${formatSetting(value).slice(0, 40)}`);
-    tip.textContent = [`${cutName(point.trial.run || point.trial.number)}: ${formatNumber(point.trial.value)} (${point.trial.state})`, ...parameters].join("\n");
+    tip.textContent = [`${cutName(point.trial.run_name || point.trial.number)}: ${formatNumber(point.trial.value)} (${point.trial.state})`, ...parameters].join("\n");
     tip.style.left = `${Math.max(0, Math.min(point.x + 10, element.clientWidth - tip.offsetWidth - 4))}px`;
     tip.style.top = `${Math.max(0, Math.min(point.y + 10, element.clientHeight - tip.offsetHeight))}px`;
   });
@@ -441,17 +417,17 @@ function makeTrialTable(store, onOpen, getId) {
   function draw(answer) {
     sweep = answer;
     trials = answer.trials || [];
-    const names = [...new Set(trials.flatMap((trial) => Object.keys(trial.parameters || {})))];
+    const names = answer.parameters || [];
     columns = [
       { key: "number", label: "#", isNumber: true, width: "48px", get: (trial) => trial.number },
-      { key: "run", label: "Run", width: "minmax(110px, 1fr)", get: (trial) => trial.run || "" },
+      { key: "run", label: "Run", width: "minmax(110px, 1fr)", get: (trial) => trial.run_name || "" },
       { key: "state", label: "State", width: "104px", get: (trial) => trial.state },
       { key: "value", label: cutName(answer.metric || "Value"), isNumber: true, width: "96px", get: (trial) => trial.value ?? null },
       ...names.map((name) => ({ key: `p.${name}`, label: cutName(name), isNumber: trials.every((trial) => typeof (trial.parameters?.[name] ?? 0) === "number"), width: "minmax(86px, 150px)", get: (trial) => trial.parameters?.[name] ?? null })),
-      { key: "evaluations", label: "Evaluations", isNumber: true, width: "84px", get: (trial) => (Array.isArray(trial.history) ? trial.history.length : trial.evaluations ?? null) },
-      { key: "trained", label: "Trained", isNumber: true, width: "76px", get: (trial) => store.rows.get(getId(trial))?.trained_s ?? null, format: formatDuration },
-      { key: "host", label: "Host", width: "minmax(70px, 130px)", get: (trial) => trial.host || store.rows.get(getId(trial))?.host || "" },
-      { key: "why", label: "Why", width: "minmax(60px, 260px)", get: (trial) => trial.cause || trial.why || "" },
+      { key: "evaluations", label: "Evaluations", isNumber: true, width: "84px", get: (trial) => trial.evaluations ?? null },
+      { key: "trained", label: "Trained", isNumber: true, width: "76px", get: (trial) => trial.trained_s, format: formatDuration },
+      { key: "host", label: "Host", width: "minmax(70px, 130px)", get: (trial) => trial.host || "" },
+      { key: "why", label: "Why", width: "minmax(60px, 260px)", get: (trial) => trial.cause || "" },
     ].filter((column) => ["number", "run", "state", "value"].includes(column.key) || trials.some((trial) => ![null, "", undefined].includes(column.get(trial))));
     drawHead();
     refresh();
@@ -480,7 +456,7 @@ function makeTrialTable(store, onOpen, getId) {
     if (!column) return;
     const words = find.value.toLowerCase().split(/\s+/).filter(Boolean);
     shown = trials.filter((trial) => !words.length || matches(trial, words));
-    const isEmpty = (value) => value === null || value === undefined || value === "" || Number.isNaN(value);
+    const isEmpty = (value) => !isKnown(value) || value === "" || Number.isNaN(value);
     shown.sort((a, b) => {
       const [x, y] = [column.get(a), column.get(b)];
       if (isEmpty(x) || isEmpty(y)) return isEmpty(x) - isEmpty(y) || a.number - b.number;
@@ -494,7 +470,7 @@ function makeTrialTable(store, onOpen, getId) {
   }
 
   function matches(trial, words) {
-    const text = [trial.run, trial.state, ...Object.entries(trial.parameters || {}).map(([key, value]) => `${key}=${formatSetting(value)}`)].join(" ").toLowerCase();
+    const text = [trial.run_name, trial.state, ...Object.entries(trial.parameters || {}).map(([key, value]) => `${key}=${formatSetting(value)}`)].join(" ").toLowerCase();
     return words.every((word) => text.includes(word));
   }
 
@@ -504,7 +480,7 @@ function makeTrialTable(store, onOpen, getId) {
       frame = 0;
       const first = Math.max(0, Math.floor(box.scrollTop / ROW_PX) - 6);
       const last = Math.min(shown.length, first + Math.ceil(box.clientHeight / ROW_PX) + 12);
-      const best = typeof sweep.best === "object" ? sweep.best?.number : null;
+      const best = sweep.best?.number;
       const focused = rows.contains(document.activeElement) ? document.activeElement.dataset.key : null;
       rows.replaceChildren(...shown.slice(first, last).map((trial, i) => makeRow(trial, first + i, trial.number === best)));
       if (focused) rows.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
@@ -525,7 +501,7 @@ function makeTrialTable(store, onOpen, getId) {
       return h("button", { class: "sw-link", type: "button", dir: "auto", "data-key": String(trial.number), onclick: () => onOpen(trial) }, cutName(value), isBest ? " ★" : "");
     }
     if (column.key === "state") return stateBadge(value);
-    if (value === null || value === undefined || value === "") return "";
+    if (!isKnown(value) || value === "") return "";
     if (column.format) return column.format(value);
     if (column.key === "value") return formatNumber(value);
     return cleanText(formatSetting(value).slice(0, 200));

@@ -279,7 +279,11 @@ export function mountTimeline(element) {
       return;
     }
     const start = phases[0]?.started ?? events[0].t;
+    let day = "";
     const body = shown.slice(0, listed).map((event) => {
+      const [date, clock] = formatTime(event.t, true).split(" ");
+      const when = date === day ? clock : `${date} ${clock}`;
+      day = date;
       const row = h("tr", { class: event.i === chosen ? "tl-chosen" : "", tabindex: "0",
         onclick: () => choose(event.i, true),
         onkeydown: (key) => {
@@ -291,7 +295,7 @@ export function mountTimeline(element) {
           else return;
           key.preventDefault();
         } },
-        h("td", { class: "rp-num" }, formatTime(event.t, true)),
+        h("td", { class: "rp-num tl-when" }, when),
         h("td", { class: "rp-num tl-after" }, `+${formatDuration(event.t - start)}`),
         h("td", null, h("span", { class: `tl-kind tl-${event.rate}` }, event.kind)),
         h("td", { class: "rp-num" }, event.step === null || event.step === undefined ? "" : String(event.step)),
