@@ -1,6 +1,7 @@
 """What pages hear without asking: rows that changed, and runs whose metrics or logs grew.
 
-One thread looks at the runs while at least one page is connected, and nobody does otherwise.
+One thread keeps the index up to date while at least one page is connected; nobody reads anything
+otherwise. Each page is answered by a thread of its own, which waits.
 """
 
 from __future__ import annotations
@@ -10,17 +11,23 @@ import json
 import os
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from echelon.board.request import Request, Response, Route, StreamResponse
+from echelon.board.foreign_keeper import ForeignKeeper
+from echelon.board.request import Request, RequestError, Route, StreamResponse
 from echelon.board.run_index import RunIndex
+from echelon.board.slurm_answers import SlurmAnswers
 
-_LOOK_S = 1.0
 _BEAT_S = 15.0
 _PAUSE_S = 0.25
-"""At most four events a second."""
+"""At most four times a second something is sent."""
+_LINGER_S = 10.0
+"""A page that is loaded again is back before this."""
+_MAX_WATCHED = 200
+_MAX_PAGES = 100
 
 
 @dataclass
@@ -29,67 +36,107 @@ class Subscriber:
 
     generation: int
     watched: tuple[str, ...]
+    is_complete: bool | None = None
+    """What it was last told."""
     grown: dict[str, set[str]] = field(default_factory=dict)
     """Runs by the kind of what grew: metrics or logs."""
 
 
 class LiveUpdates:
-    """Keeps the index of runs up to date while a page listens."""
+    """The pages that listen, and the thread that keeps the index up to date for them."""
 
     def __init__(self, index: RunIndex) -> None:
+        self.slurm = SlurmAnswers(self._wake_up)
         self._index = index
         self._news = threading.Condition()
         self._subscribers: list[Subscriber] = []
         self._thread: threading.Thread | None = None
         self._wants_check = False
+        self.foreign = ForeignKeeper(index, self.wait_for_listeners, self.tell, self.tell_growth)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def request_check(self) -> None:
-        """Have all rows compared with their folders, in the background."""
+        """Have the index brought up to date in the background, once."""
         with self._news:
             self._wants_check = True
             if self._thread is None:
-                self._thread = threading.Thread(target=self._look, name="board-look", daemon=True)
+                self._thread = threading.Thread(target=self._keep, name="board-index", daemon=True)
                 self._thread.start()
             self._news.notify_all()
-
-    def tell(self) -> None:
-        """Wake up all pages that listen."""
-        with self._news:
-            self._news.notify_all()
+        self._wake_up()
 
     def listen(self, generation: int, watched: Sequence[str]) -> Iterator[bytes]:
-        """Yield the events of one page until it goes."""
+        """Yield what one page hears, as server-sent events, until the iterator is closed."""
         if self._index.get_changes(generation) is None:
             yield format_event("reload", {})
             return
         subscriber = Subscriber(generation, tuple(watched))
         with self._news:
+            if len(self._subscribers) >= _MAX_PAGES:
+                raise RequestError(f"{_MAX_PAGES} pages are open already", "close some")
             self._subscribers.append(subscriber)
         self.request_check()
+        self.foreign.start()
         try:
             yield b": connected\n\n"
             while True:
-                events = self._collect(subscriber)
-                if events:
-                    yield b"".join(events)
-                    time.sleep(_PAUSE_S)
-                    continue
                 with self._news:
-                    woken = self._news.wait(_BEAT_S)
-                if not woken:
-                    yield b": still here\n\n"
+                    self._news.wait_for(lambda: self._has_news(subscriber), _BEAT_S)
+                    events = self._collect(subscriber)
+                yield b"".join(events) or b": still here\n\n"
+                if any(event.startswith(b"event: reload") for event in events):
+                    return
+                time.sleep(_PAUSE_S)
         finally:
             with self._news:
                 self._subscribers.remove(subscriber)
+            self._wake_up()
+
+    def tell(self) -> None:
+        """Wake up the pages: the index has changed."""
+        with self._news:
+            self._news.notify_all()
+
+    def tell_growth(self, kind: str, run_ids: set[str]) -> None:
+        """Tell the pages that watch one of these runs that its metrics or logs grew."""
+        with self._news:
+            for subscriber in self._subscribers:
+                if mine := run_ids.intersection(subscriber.watched):
+                    subscriber.grown.setdefault(kind, set()).update(mine)
+            self._news.notify_all()
+
+    def wait_for_listeners(self) -> None:
+        """Wait until a page is connected."""
+        with self._news:
+            self._news.wait_for(lambda: bool(self._subscribers))
+
+    def _is_needed(self) -> bool:
+        return self._wants_check or bool(self._subscribers)
+
+    def _wake_up(self) -> None:
+        os.eventfd_write(self._wake, 1)
+
+    def _has_news(self, subscriber: Subscriber) -> bool:
+        return (
+            bool(subscriber.grown)
+            or subscriber.generation != self._index.generation
+            or subscriber.is_complete != self._index.is_complete
+        )
 
     def _collect(self, subscriber: Subscriber) -> list[bytes]:
         events: list[bytes] = []
-        changes = self._index.get_changes(subscriber.generation)
-        if changes is not None and changes.generation != subscriber.generation:
+        if (
+            subscriber.generation != self._index.generation
+            or subscriber.is_complete != self._index.is_complete
+        ):
+            changes = self._index.get_changes(subscriber.generation)
+            if changes is None:
+                return [format_event("reload", {})]
             subscriber.generation = changes.generation
+            subscriber.is_complete = changes.is_complete
             events.append(
-                b'event: rows\ndata: {"generation":%d,"complete":%b,"changed":[%b],'
-                b'"removed":%b}\n\n'
+                b'event: rows\ndata: {"generation":%d,"complete":%b,"changed":[%b],"removed":%b}'
+                b"\n\n"
                 % (
                     changes.generation,
                     b"true" if changes.is_complete else b"false",
@@ -101,33 +148,47 @@ class LiveUpdates:
         events += [format_event(kind, {"runs": sorted(runs)}) for kind, runs in grown.items()]
         return events
 
-    def _look(self) -> None:
-        sizes: dict[tuple[str, str], int] = {}
+    # --- the thread ---
+
+    def _keep(self) -> None:
+        """Keep the index up to date while pages are connected, and check it once when asked."""
         while True:
             with self._news:
-                while not self._subscribers and not self._wants_check:
-                    self._news.wait()
-                self._wants_check = False
-            self._index.check(self.tell)
-            self._index.save()
-            with self._news:
-                for subscriber in self._subscribers:
-                    for run_id in subscriber.watched:
-                        for kind, size in self._measure(run_id).items():
-                            if sizes.get((run_id, kind)) not in (None, size):
-                                subscriber.grown.setdefault(kind, set()).add(run_id)
-                            sizes[run_id, kind] = size
-                self._news.notify_all()
-                self._news.wait_for(lambda: self._wants_check, _LOOK_S)
+                self._news.wait_for(self._is_needed)
+            try:
+                self._keep_while_needed()
+            except Exception:  # a bug of ours must not leave pages without news for ever
+                traceback.print_exc()
+                time.sleep(_BEAT_S)
 
-    def _measure(self, run_id: str) -> dict[str, int]:
-        found: dict[str, int] = {}
-        with contextlib.suppress(Exception):
-            folder = self._index.find_folder(run_id)
-            found["metrics"] = (folder / "metrics.jsonl").stat().st_size
-            with os.scandir(folder / "logs") as entries:
-                found["logs"] = sum(entry.stat().st_size for entry in entries)
-        return found
+    def _keep_while_needed(self) -> None:
+        from echelon.board.index_keeper import IndexKeeper
+
+        keeper = IndexKeeper(self._index, self.slurm, self.tell)
+        try:
+            keeper.begin()
+            while True:
+                with self._news:
+                    # Without a page nothing is read: what is heard of meanwhile waits.
+                    if not self._news.wait_for(self._is_needed, _LINGER_S):
+                        break
+                    self._wants_check = False
+                    watched = {each for s in self._subscribers for each in s.watched}
+                began = time.monotonic()
+                for kind, run_ids in keeper.look(watched).items():
+                    if run_ids:
+                        self.tell_growth(kind, run_ids)
+                # What comes in bursts is taken together.
+                time.sleep(max(0.0, _PAUSE_S - (time.monotonic() - began)))
+                keeper.wait(self._wake)
+                self._clear_wake()
+        finally:
+            keeper.end()
+            self.tell()
+
+    def _clear_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
 
 
 def format_event(name: str, data: Any) -> bytes:
@@ -135,10 +196,10 @@ def format_event(name: str, data: Any) -> bytes:
     return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
 
 
-def stream_events(request: Request) -> StreamResponse | Response:
+def stream_events(request: Request) -> StreamResponse:
     """Answer with events from a generation on."""
     generation = request.get_int("generation", 0)
-    watched = request.get_all("watch")[:200]
+    watched = request.get_all("watch")[:_MAX_WATCHED]
     pieces = request.board.watch.listen(generation, watched)
     return StreamResponse(pieces, "text/event-stream; charset=utf-8")
 

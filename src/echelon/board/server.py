@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 
-from echelon.board.live_updates import LiveUpdates
+from echelon.board import live_updates, saved_views
 from echelon.board.request import (
     ForbiddenError,
     Handler,
@@ -59,8 +59,8 @@ _SECURITY_HEADERS = {
     "X-Frame-Options": "DENY",
 }
 _ROUTE_MODULES = (
-    *("live_updates", "saved_views", "curve_queries", "media", "run_page", "log_lines"),
-    *("machines", "sweep_pages", "actions", "foreign_runs", "plot_file"),
+    *("curve_queries", "media", "run_page", "log_lines"),
+    *("machines", "sweep_pages", "actions", "plot_file"),
 )
 """Of this package, each with ROUTES. They are imported when a route is asked for that is not known
 yet."""
@@ -85,7 +85,10 @@ class Board:
         """From the folder of a sweep, and whether importance is wanted, to its report; given from
         outside, since a board does not know sweeps."""
         self.index = RunIndex(self.roots)
-        self.watch = LiveUpdates(self.index)
+        self.watch = live_updates.LiveUpdates(self.index)
+        self.ask_slurm = self.index.ask_slurm = self.watch.slurm.ask
+        """Answers about jobs at once; Slurm itself is asked seldom, in the background."""
+        self.index.read_foreign_row = self.watch.foreign.read_row
 
     def find_run(self, run_id: str) -> Any:
         """Return the Run of an id; NotFoundError where there is none."""
@@ -159,13 +162,17 @@ def annotate(request: Request) -> Response:
             f"{run.folder} belongs to another user", "the board writes into folders of its user"
         )
     annotate_run(run, note, added, removed)
-    return Response(request.board.index.read_again(request.path_values["id"]))
+    row = request.board.index.read_again(request.path_values["id"])
+    request.board.watch.tell()
+    return Response(row)
 
 
 _ROUTES: list[Route] = [
     ("GET", "/api/hello", show_hello),
     ("GET", "/api/runs", show_runs),
     ("POST", "/api/run/{id}/annotations", annotate),
+    *live_updates.ROUTES,
+    *saved_views.ROUTES,
 ]
 
 
@@ -217,10 +224,9 @@ class RouteTable:
             for name in _ROUTE_MODULES:
                 module = f"{__package__}.{name}"
                 try:
-                    routes = getattr(import_module(module), "ROUTES", [])
-                except ModuleNotFoundError as error:
-                    if error.name != module:
-                        raise
+                    routes = import_module(module).ROUTES
+                except Exception:  # one that cannot be had must not take the others with it
+                    traceback.print_exc()
                     continue
                 self._routes += [(method, p.split("/"), handler) for method, p, handler in routes]
             self._is_whole = True

@@ -124,6 +124,7 @@ def _serve(roots: list[Path], given: Any) -> int:
             print(f"from elsewhere: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}")
         sys.stdout.flush()
     shared.index.load()
+    shared.watch.request_check()
     if not given.no_browser and not given.json and sys.stdout.isatty() and _has_screen():
         threading.Thread(target=_open_browser, args=(server.url,), daemon=True).start()
     server.serve_forever()
