@@ -199,8 +199,8 @@ class CurveFile:
             for frame in self._frames:
                 first, last = np.searchsorted(frame.entries["series"], [series, series + 1])
                 own = frame.entries[first:last]
-                parts.append(own[own["level"] == level])
-            entries = np.concatenate(parts) if parts else np.zeros(0, _ENTRY)
+                parts.append(own[own["level"] == level].tobytes())
+            entries = np.frombuffer(b"".join(parts), _ENTRY)
             found = self._levels[series, level] = Level(self, level, entries)
         return found
 

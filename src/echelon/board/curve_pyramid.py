@@ -44,6 +44,9 @@ _BLOCK_BYTES = MAX_LINE_BYTES
 _MIN_FLUSH_BYTES = 1 << 20
 MAX_FLUSH_BYTES = 4 << 20
 """Bytes of metrics.jsonl that are in memory alone at most, while their points can be written."""
+POINT_AS_BUCKET = [0, 0, 1, 0, 1, 0, 1]
+"""The columns of a bucket, from those of a point."""
+_FAR_BEHIND_BYTES = 1 << 20
 _FILE_NAME, _LOCK_NAME = "curves", "lock"
 
 
@@ -101,6 +104,10 @@ class SeriesView:
     def get_count(self, level: int) -> int:
         """Return how many points (level 0) or full buckets a level has."""
         return self._counts[level]
+
+    def find_highest_level(self) -> int:
+        """Return the highest level that has a bucket."""
+        return max(level for level, count in enumerate(self._counts) if count or not level)
 
     def list_rest(self, level: int) -> NDArray[np.int64]:
         """Return the numbers of the records of a level that are in no bucket of the next one."""
@@ -179,6 +186,11 @@ class CurvePyramid:
     def pending_bytes(self) -> int:
         """Bytes of metrics.jsonl that were not read when it was looked at last."""
         return max(0, self.size - self.offset)
+
+    @property
+    def is_far_behind(self) -> bool:
+        """Whether so much was not read yet that a picture would look otherwise."""
+        return self.pending_bytes > (_FAR_BEHIND_BYTES if self.offset else 0)
 
     @property
     def unwritten_bytes(self) -> int:
@@ -353,7 +365,9 @@ class CurvePyramid:
                 return True
             for place in self._list_writable_places():
                 try:
-                    return self._write_into(place)
+                    is_written = self._write_into(place)
+                    self.fault = ""
+                    return is_written
                 except OSError as error:
                     self.fault = f"{place}: {format_os_error_reason(error)}"
             self.is_in_memory = self._path is None
@@ -434,8 +448,13 @@ class CurvePyramid:
             self._stored_not_finite[series.number] = series.not_finite
         self._stored_series, self._stored_offset = len(self._series), self.offset
 
+    @property
+    def is_worth_keeping(self) -> bool:
+        """Whether there is so much that it is not read again by every board."""
+        return self.facts.lines > MIN_KEPT_LINES or self.offset > MAX_FLUSH_BYTES
+
     def _is_flush_due(self) -> bool:
-        if self.facts.lines <= MIN_KEPT_LINES or self.offset < self._next_flush:
+        if not self.is_worth_keeping or self.offset < self._next_flush:
             return False
         due = min(max(self._stored_offset // 8, _MIN_FLUSH_BYTES), MAX_FLUSH_BYTES)
         return self.offset - self._stored_offset >= due
@@ -446,13 +465,13 @@ def _derive_segments(
 ) -> list[NewSegment]:
     """Return new points and the buckets that they fill, of all levels."""
     segments = [NewSegment(series.number, 0, points)]
-    added = points[_POINT_AS_BUCKET]
+    added = points[POINT_AS_BUCKET]
     for level in range(1, levels + 1):
         below = file.get_level(series.number, level - 1)
         filled = file.get_level(series.number, level).count
         open_ones = below.take_range(filled * FACTOR, below.count)
         if level == 1:
-            open_ones = open_ones[_POINT_AS_BUCKET]
+            open_ones = open_ones[POINT_AS_BUCKET]
         children = np.concatenate([open_ones, added], axis=1)
         full = children.shape[1] // FACTOR
         if not full:
@@ -460,9 +479,6 @@ def _derive_segments(
         added = merge_buckets(children[:, : full * FACTOR])
         segments.append(NewSegment(series.number, level, added))
     return segments
-
-
-_POINT_AS_BUCKET = [0, 0, 1, 0, 1, 0, 1]
 
 
 def merge_buckets(buckets: Floats) -> Floats:
@@ -477,6 +493,12 @@ def merge_buckets(buckets: Floats) -> Floats:
         np.copyto(merged[4:6], other[4:6], where=other[4] > merged[4])
         merged[6] += other[6] / FACTOR  # a sum of large values would overflow
     return merged
+
+
+def list_children(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the numbers of the records that are in buckets, one level lower."""
+    children: NDArray[np.int64] = (numbers[:, None] * FACTOR + np.arange(FACTOR)).ravel()
+    return children
 
 
 def list_places(run: Run) -> list[Path]:
