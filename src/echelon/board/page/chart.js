@@ -312,13 +312,19 @@ export class LineChart {
     if (xKind === "duration") {
       xAxis.values = (u, splits) => splits.map((v) => (v === null ? "" : formatTickDuration(v)));
       if (!logX) xAxis.incrs = TIME_STEPS_S;
-    } else if (xKind === "number") {
+    } else if (xKind === "clock") {
+      xAxis.values = (u, splits) => formatClockTicks(splits);
+      xAxis.size = 38;
+    } else {
       xAxis.values = (u, splits) => splits.map((v) => (v === null ? "" : formatTick(v)));
     }
     if (logX) xAxis.splits = chooseLogTicks;
     const yAxis = { scale: "y", stroke: ink, grid, font: FONT, gap: 6, ticks: { show: false }, space: 34 };
     const formatY = yKind === "duration" ? formatTickDuration : formatTick;
-    if (yKind !== "clock") yAxis.values = (u, splits) => splits.map((v) => (v === null ? "" : formatY(v)));
+    yAxis.values = (u, splits) => {
+      if (yKind === "clock") return formatClockTicks(splits).map((text) => text.replace("\n", " "));
+      return splits.map((v) => (v === null ? "" : formatY(v)));
+    };
     yAxis.size = (u, values) => 12 + 6.3 * Math.max(3, ...(values || []).map((v) => (v ? String(v).length : 0)));
     if (logY) yAxis.splits = chooseLogTicks;
     const scales = {
@@ -335,7 +341,6 @@ export class LineChart {
         legend: { show: false },
         cursor: { show: false },
         padding: [8, 18, 0, 0],
-        fmtDate: makeDateFormat,
         hooks: { draw: [(u) => this.drawLines(u)] },
       },
       [[this.xRange[0], this.xRange[1]], [null, null]],
@@ -638,9 +643,21 @@ export class LineChart {
   }
 }
 
-function makeDateFormat(template) {
-  const format = uPlot.fmtDate(template.replace("{h}", "{HH}").replace("{aa}", "").replace("{M}/{D}", "{MM}-{DD}"));
-  return (date) => format(date);
+/** Return hours and minutes, with the day under the first of each day. */
+function formatClockTicks(splits) {
+  const pad = (number) => String(number).padStart(2, "0");
+  const incr = splits.length > 1 ? splits[1] - splits[0] : 60;
+  let before = "";
+  return splits.map((v) => {
+    if (v === null) return "";
+    const t = new Date(v * 1000);
+    const day = `${t.getFullYear()}-${pad(t.getMonth() + 1)}-${pad(t.getDate())}`;
+    if (incr >= 86400) return day.slice(incr >= 86400 * 200 ? 0 : 5);
+    const clock = `${pad(t.getHours())}:${pad(t.getMinutes())}${incr < 60 ? `:${pad(t.getSeconds())}` : ""}`;
+    const isNew = day !== before;
+    before = day;
+    return isNew ? `${clock}\n${day}` : clock;
+  });
 }
 
 /** Return places for marks on a logarithmic axis: powers of ten, with 2 and 5 where there is room, and round numbers

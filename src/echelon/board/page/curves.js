@@ -34,6 +34,7 @@ const ADDRESS_DEBOUNCE_MS = 350;
 
 const SPREAD_ICON = "M9.5 2.500h4v4M13.500 2.500 9 7M6.500 13.500h-4v-4M2.500 13.500 7 9";
 const SHRINK_ICON = "M13 7H9V3M9 7l4.500-4.500M3 9h4v4M7 9l-4.500 4.500";
+const RESET_ICON = "M3 8a5 5 0 1 0 1.600-3.700M3 2.500v3h3";
 const SAVE_ICON = "M8 2.500v7.500M4.800 7 8 10.200 11.200 7M3 13.500h10";
 
 /** Show the curves. Returns `{update(kind, data), unmount()}`. */
@@ -164,7 +165,7 @@ class CurvesView {
       h("option", { value: "medium" }, "Medium"),
       h("option", { value: "large" }, "Large"),
     );
-    this.reset = h("button", { type: "button", class: "cv-button cv-reset", hidden: true, onclick: () => this.setZoom(null, true) }, "Reset zoom");
+    this.reset = h("button", { type: "button", class: "cv-button cv-reset", title: "Reset zoom (0, or a double click)", "aria-label": "Reset zoom", disabled: true, onclick: () => this.setZoom(null, true) }, drawIcon(RESET_ICON));
     this.page = h("a", { class: "cv-button", download: "curves.html", title: "One page with these curves that needs nothing else" }, drawIcon(SAVE_ICON), "HTML");
     this.only = h("button", { type: "button", class: "cv-button", hidden: true, onclick: () => this.set({ metrics: null }) });
     this.legend = h("div", { class: "cv-legend", role: "list", "aria-label": "Drawn runs" });
@@ -178,7 +179,7 @@ class CurvesView {
     document.body.append(this.tip);
     const smoothing = h("label", { class: "cv-smooth" }, h("span", {}, "Smooth"), this.smooth, this.smoothText);
     const bar = h("div", { class: "cv-bar", role: "toolbar", "aria-label": "Curves" }, this.search, this.axis, smoothing);
-    bar.append(this.logX, this.logY, this.band, this.size, this.only, this.reset, h("span", { class: "cv-room" }), this.page);
+    bar.append(this.logX, this.logY, this.reset, this.band, this.size, this.only, h("span", { class: "cv-room" }), this.page);
     this.section = h("section", { class: "cv-view", "aria-label": "Curves" }, bar, this.legend, this.notes, this.grid, this.speed, this.spoken);
     this.element.replaceChildren(this.section);
   }
@@ -237,7 +238,7 @@ class CurvesView {
     this.band.hidden = !this.store.getGroups();
     this.band.value = settings.band;
     this.size.value = settings.size;
-    this.reset.hidden = !this.zoom;
+    this.reset.disabled = !this.zoom;
     this.only.hidden = !settings.only.length;
     this.only.textContent = `${formatCount(settings.only.length, "metric")} chosen · show all`;
     this.section.style.setProperty("--cv-size", `${SIZES[settings.size]}px`);
@@ -492,7 +493,7 @@ class CurvesView {
   /** Show a range of x in all panels; null: everything. Of a moving hand `isFinal` is false. */
   setZoom(range, isFinal) {
     this.zoom = range && this.limitZoom(range);
-    this.reset.hidden = !this.zoom;
+    this.reset.disabled = !this.zoom;
     for (const panel of this.visiblePanels) panel.draw();
     clearTimeout(this.zoomTimer);
     this.zoomTimer = setTimeout(() => this.ask(0), isFinal ? 0 : ZOOM_DEBOUNCE_MS);
@@ -537,7 +538,9 @@ class CurvesView {
       near = hovered.panel.chart.findNear(hovered.at.left, hovered.at.top);
       if (near.length && near[0].distance <= NEAR_PX) marked = near[0].line.id;
     }
-    this.marked = marked;
+    this.nearest = marked;
+    if (this.kept && !this.series.some((one) => one.id === this.kept)) this.kept = null;
+    this.marked = marked = marked || this.kept || null;
     for (const panel of this.visiblePanels) {
       panel.chart.setCursor(hovered ? hovered.at.x : null);
       panel.chart.setMarked(marked);
@@ -547,7 +550,8 @@ class CurvesView {
     this.showTip(near);
   }
 
-  mark(id) {
+  mark(hovered) {
+    const id = hovered || this.kept || null;
     for (const panel of this.visiblePanels) {
       panel.chart.setMarked(id);
       panel.showReading(null, id);
@@ -590,9 +594,10 @@ class CurvesView {
     tip.style.top = `${Math.max(6, top)}px`;
   }
 
+  /** A click on a line keeps it marked in all panels, until a click elsewhere. */
   pick() {
-    const series = this.series.find((one) => one.id === this.marked);
-    if (series) this.open(series);
+    this.kept = this.nearest === this.kept ? null : this.nearest;
+    this.scheduleHover();
   }
 
   // --- size ---
@@ -879,7 +884,7 @@ class Panel {
     const parts = words.length ? [words.join(" · ")] : [];
     const link = (text, onclick) => h("button", { type: "button", class: "cv-link", onclick }, text);
     if (limit) {
-      parts.push(`${limit.count} ${limit.count === 1 ? "leaves" : "leave"} the scale`, link("show all", () => this.setShowsAll(true)));
+      parts.push(`${formatCount(limit.count, "line")} ${limit.count === 1 ? "leaves" : "leave"} the scale`, link("show all", () => this.setShowsAll(true)));
     } else if (this.showsAll) {
       parts.push(link("keep to the scale of most runs", () => this.setShowsAll(false)));
     }

@@ -6,6 +6,8 @@ import { getTheme } from "./chart.js";
 
 const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
 const LEGEND_LINE = 18;
+const TITLE_HEIGHT = 30;
+const PNG_WIDTH = 1600;
 
 /** Save text or bytes under a name, without asking the server. */
 export function saveFile(name, content, type) {
@@ -27,46 +29,32 @@ export function makeFileName(name, suffix) {
 /** Return the address of the page that `echelon plot` makes of these curves. */
 export function makePlotAddress(rows, metrics, settings, isLog) {
   const query = new URLSearchParams();
-  for (const row of rows) query.append("run", row.id);
+  for (const row of rows.slice(0, 200)) query.append("run", row.id);
   for (const metric of metrics.slice(0, 40)) query.append("metric", metric);
   query.set("x", settings.x === "clock" ? "time" : settings.x);
-  if (settings.smooth) query.set("smooth", String(settings.smooth));
-  if (isLog) query.set("log", "1");
+  query.set("smooth", String(settings.smooth));
+  query.set("log", isLog ? "1" : "0");
   return `/api/plot.html?${query}`;
 }
 
-/** Save a panel as an image: the canvas with a title and a legend. */
-export function downloadPng(panel) {
-  const source = panel.chart.plot && panel.chart.plot.ctx.canvas;
-  if (!source) return;
-  const ratio = uPlot.pxRatio;
-  const width = source.width / ratio;
-  const layout = layOutLegend(panel.lines, width);
-  const canvas = document.createElement("canvas");
-  canvas.width = source.width;
-  canvas.height = source.height + (layout.height + 34) * ratio;
-  const ctx = canvas.getContext("2d");
-  const theme = getTheme();
-  ctx.fillStyle = theme.bg;
-  ctx.fillRect(0, 0, canvas.width, canvas.height);
-  ctx.scale(ratio, ratio);
-  ctx.fillStyle = theme.fg;
-  ctx.font = `600 14px ${FONT}`;
-  ctx.fillText(panel.metric, 10, 22, width - 20);
-  ctx.drawImage(source, 0, 34, width, source.height / ratio);
-  ctx.font = `12px ${FONT}`;
-  ctx.lineWidth = 2.5;
-  for (const { line, x, y } of layout.items) {
-    const top = 34 + source.height / ratio + y;
-    ctx.strokeStyle = line.colour;
-    ctx.setLineDash((line.dash || []).map((part) => part * 2.5));
-    ctx.beginPath();
-    ctx.moveTo(x, top);
-    ctx.lineTo(x + 18, top);
-    ctx.stroke();
-    ctx.fillText(line.name, x + 24, top + 4, width - x - 30);
+/** Save a panel as an image, finer than the screen: it is for a paper or a talk. */
+export async function downloadPng(panel) {
+  if (!panel.chart.plot) return;
+  const { text, width, height } = renderSvg(panel);
+  const address = URL.createObjectURL(new Blob([text], { type: "image/svg+xml" }));
+  try {
+    const image = new Image();
+    image.src = address;
+    await image.decode();
+    const scale = Math.max(2, Math.ceil(PNG_WIDTH / width));
+    const canvas = document.createElement("canvas");
+    canvas.width = Math.round(width * scale);
+    canvas.height = Math.round(height * scale);
+    canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+    canvas.toBlob((blob) => blob && saveFile(makeFileName(panel.metric, "png"), blob));
+  } finally {
+    URL.revokeObjectURL(address);
   }
-  canvas.toBlob((blob) => blob && saveFile(makeFileName(panel.metric, "png"), blob));
 }
 
 function layOutLegend(lines, width) {
@@ -89,19 +77,19 @@ function layOutLegend(lines, width) {
 
 /** Save a panel as a drawing whose text stays text. */
 export function downloadSvg(panel) {
-  if (panel.chart.plot) saveFile(makeFileName(panel.metric, "svg"), renderSvg(panel), "image/svg+xml");
+  if (panel.chart.plot) saveFile(makeFileName(panel.metric, "svg"), renderSvg(panel).text, "image/svg+xml");
 }
 
-/** Return the drawing of a panel. */
+/** Return the drawing of a panel: `{text, width, height}`. */
 export function renderSvg(panel) {
   const { chart, metric, lines } = panel;
   const { plot } = chart;
   const ratio = uPlot.pxRatio;
   const theme = getTheme();
-  const box = { left: plot.bbox.left / ratio, top: plot.bbox.top / ratio + 30, width: plot.bbox.width / ratio };
+  const box = { left: plot.bbox.left / ratio, top: plot.bbox.top / ratio + TITLE_HEIGHT, width: plot.bbox.width / ratio };
   box.height = plot.bbox.height / ratio;
   const legend = layOutLegend(lines, plot.width);
-  const height = plot.height + 30 + legend.height;
+  const height = plot.height + TITLE_HEIGHT + legend.height;
   const out = [
     `<svg xmlns="http://www.w3.org/2000/svg" width="${plot.width}" height="${height}" viewBox="0 0 ${plot.width} ${height}" font-family="${escapeXml(FONT)}" font-size="11">`,
     `<title>${escapeXml(metric)}</title>`,
@@ -112,6 +100,7 @@ export function renderSvg(panel) {
     '<g clip-path="url(#area)" fill="none" stroke-linejoin="bevel">',
   ];
   const map = chart.getMap(plot, 1 / ratio);
+  map.bottom += TITLE_HEIGHT;
   for (const line of lines) {
     if (line.tLow) out.push(`<path d="${traceBand(line, map)}" fill="${line.colour}" fill-opacity="0.16"/>`);
     if (line.tPale) out.push(`<path d="${traceLine(line.tx, line.tPale, map)}" stroke="${line.colour}" stroke-opacity="0.22"/>`);
@@ -123,13 +112,13 @@ export function renderSvg(panel) {
   }
   out.push("</g>");
   for (const { line, x, y } of legend.items) {
-    const top = plot.height + 30 + y;
+    const top = plot.height + TITLE_HEIGHT + y;
     const dash = line.dash ? ` stroke-dasharray="${line.dash.map((part) => part * 2.5).join(" ")}"` : "";
     out.push(`<path d="M${x} ${top}h18" stroke="${line.colour}" stroke-width="2.5"${dash}/>`);
     out.push(`<text x="${x + 24}" y="${top + 4}" font-size="12" fill="${theme.fg}">${escapeXml(line.name)}</text>`);
   }
   out.push("</svg>\n");
-  return out.join("\n");
+  return { text: out.join("\n"), width: plot.width, height };
 }
 
 function renderAxes(plot, box, theme) {

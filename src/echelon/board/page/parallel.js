@@ -15,6 +15,7 @@ const TOP = 64;
 const BOTTOM = 34;
 const SIDE = 56;
 const NEAR_PX = 10;
+const LEAST_GAP = 96;
 const MAX_WORDS = 40;
 
 /** Show parallel coordinates. Returns `{update(kind), unmount()}`. */
@@ -121,7 +122,7 @@ class ParallelView {
     document.body.append(this.tip);
     const bar = h("div", { class: "cv-bar", role: "toolbar", "aria-label": "Parallel coordinates" }, this.colour.element, this.adder.element);
     bar.append(this.usual, this.clear, this.keep);
-    const figure = h("figure", { class: "cv-panel" }, this.legend, this.body, this.table);
+    const figure = h("figure", { class: "cv-panel" }, this.legend, h("div", { class: "pc-scroll" }, this.body), this.table);
     const typed = h("details", { class: "cv-more" }, h("summary", {}, "Ranges as numbers"), this.ranges);
     this.element.replaceChildren(h("section", { class: "pc-view", "aria-label": "Parallel coordinates" }, bar, figure, this.note, typed));
     this.body.addEventListener("pointerdown", (event) => this.onDown(event));
@@ -160,6 +161,7 @@ class ParallelView {
     }));
     for (const line of this.lines) line.places = this.axes.map((axis, i) => axis.place(line.values[i]));
     this.legend.replaceChildren(drawColourLegend(this.result, this.colouring, (v) => formatField(this.result, v)));
+    this.body.style.minWidth = `${2 * SIDE + (this.axes.length - 1) * LEAST_GAP}px`;
     this.measureInfluence();
     this.showHeads();
     this.showRanges();
