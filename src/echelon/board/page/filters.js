@@ -273,7 +273,7 @@ export function requireKnownName(reader, rows, key) {
   if (!rows.length || OWN.has(key) || rows.some((row) => reader.get(row, key) !== undefined)) return;
   const names = listNames(reader, rows);
   const near = findNearest(key, [...names.own, ...names.settings, ...names.metrics]);
-  const like = near.length > 1 ? `; also like it: ${near.slice(1).join(", ")}` : "";
+  const like = near.length > 1 ? ` also like it: ${near.slice(1).join(", ")}` : "";
   const others = [...names.metrics, ...names.settings].slice(0, 8).join(", ");
   const hint = near.length ? `did you mean ${near[0]}?${like}` : `there are ${others}, state, tags, …`;
   throw new FilterError(`no run has ${key}`, hint);

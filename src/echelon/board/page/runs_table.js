@@ -204,7 +204,9 @@ class RunsTable {
   /** Choose widths by some rows, once: a column that follows every change jumps. */
   measureColumns(rows, isNarrow) {
     const groups = this.store.getGroups() || [];
-    for (const column of this.columns) column.ownWidth = column.measure(rows.slice(0, MEASURED_ROWS), groups);
+    const stride = Math.max(1, Math.floor(rows.length / MEASURED_ROWS));
+    const sample = rows.filter((row, i) => i < MEASURED_ROWS || i % stride === 0);
+    for (const column of this.columns) column.ownWidth = column.measure(sample, groups);
     if (groups.length) this.columns[0].ownWidth = Math.max(this.columns[0].ownWidth, 280);
     this.element.classList.toggle("is-narrow", isNarrow);
     if (isNarrow) this.narrowColumns();
@@ -584,7 +586,7 @@ class RunsTable {
     return true;
   }
 
-  openRowMenu(row, anchor) {
+  async openRowMenu(row, anchor) {
     const pinned = (this.store.view.pin || []).includes(row.id);
     const isShown = this.store.getShownIds().has(row.id);
     const items = [
@@ -600,8 +602,21 @@ class RunsTable {
       null,
       { label: "Copy the name", icon: "link", onSelect: () => copyText(row.name, "The name is copied") },
       { label: "Copy the folder", icon: "link", onSelect: () => copyText(row.folder, "The folder is copied") },
+      ...(await this.listActions(row)),
     ];
     openMenu(anchor, items, { label: `Run ${row.name}`, focusBack: this.scroller });
+  }
+
+  /** Return what can be done with a run where the board may act. */
+  async listActions(row) {
+    if (!this.store.meta.can_act || (row.source || "echelon") !== "echelon") return [];
+    const { getActions, openAction } = await import("./act.js");
+    const items = getActions(row).map(({ action, label }) => ({
+      label,
+      icon: action === "stop" || action === "cancel" ? "stop" : "play",
+      onSelect: () => openAction(this.store, action, [row.id]),
+    }));
+    return items.length ? [null, ...items] : [];
   }
 
   // --- tags and note ---
@@ -753,7 +768,7 @@ class RunsTable {
       end: () => {
         title.classList.remove("is-dragged");
         [...this.head.children].forEach((one) => one.classList.remove("is-target"));
-        if (isMoved) this.moveColumn(at, target > at ? target : target);
+        if (isMoved) this.moveColumn(at, target);
         else this.sortBy(this.columns[at].key);
       },
     });
@@ -1241,7 +1256,7 @@ class AnnotationForm {
       if (!(error instanceof ApiError)) throw error;
       this.error.hidden = false;
       const kept = error.status === 0 ? "What you typed is kept; save it again when the server is back." : error.hint;
-      this.error.replaceChildren(error.message, h("small", {}, kept));
+      this.error.replaceChildren(error.message.replace(/^--tag /, ""), h("small", {}, kept));
     } finally {
       this.button.disabled = false;
     }

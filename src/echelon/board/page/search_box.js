@@ -71,7 +71,7 @@ export class SearchBox {
       ),
     );
     const said = faults.map((fault) =>
-      h("div", { class: "rt-fault", role: "alert" }, `${fault.message}. `, h("span", {}, `${fault.hint}.`)),
+      h("div", { class: "rt-fault", role: "alert" }, `${fault.message}. `, h("span", {}, fault.hint)),
     );
     const more = filter.length > 1 ? [h("button", { class: "quiet", onclick: () => this.clear() }, "Clear all")] : [];
     this.chips.replaceChildren(...chips, ...more, ...said);

@@ -37,7 +37,7 @@ const MAX_METRICS = 3;
 const WIDTHS = {
   name: [150, 340],
   step: [64, 200],
-  state: [84, 120],
+  state: [104, 120],
   age: [74, 74],
   time: [66, 90],
   tags: [90, 200],
