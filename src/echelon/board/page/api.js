@@ -104,7 +104,7 @@ export async function getCurves(params, options) {
   const start = Math.ceil((4 + size) / 8) * 8;
   const curves = header.curves.map((curve) => {
     const part = (i) => new Float64Array(bytes, start + 8 * (curve.offset + i * curve.n), curve.n);
-    return { ...curve, x: part(0), y: part(1), mean: part(2) };
+    return { ...curve, axis: curve.x, x: part(0), y: part(1), mean: part(2) };
   });
   return { ...header, curves, building: header.building || [], faults: header.faults || [] };
 }

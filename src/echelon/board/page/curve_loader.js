@@ -19,7 +19,6 @@ class CurveEntry {
     this.run = run;
     this.metric = metric;
     this.parts = { overview: newPart(), detail: newPart() };
-    this.version = 0;
     this.merged = null;
   }
 
@@ -242,19 +241,18 @@ export class CurveLoader {
     }
     for (const metric of metrics) {
       for (const id of ids) {
-        if (this.building.has(id)) continue;
         const name = `${metric}\n${id}`;
         const entry = this.entries.get(name);
         if (!entry) continue;
         const curves = found.get(name);
         if (curves) this.faults.delete(name);
         const part = entry.parts[kind];
-        part.curve = curves ? joinPieces(curves) : EMPTY;
+        part.curve = curves ? checkAxis(joinPieces(curves), this.question.x) : EMPTY;
         part.key = key;
-        part.isStale = false;
+        // Of a run that is read for the first time this is what was read so far.
+        part.isStale = this.building.has(id);
         part.range = kind === "detail" ? [ranges[0].from, ranges[ranges.length - 1].to] : null;
         entry.merged = null;
-        entry.version += 1;
       }
     }
     this.onData(new Set(metrics));
@@ -275,7 +273,12 @@ export class CurveLoader {
 }
 
 const NONE = new Float64Array(0);
-const EMPTY = { n: 0, x: NONE, y: NONE, mean: NONE, exact: true, count: 0, not_finite: 0, isMissing: true };
+const EMPTY = { n: 0, x: NONE, y: NONE, mean: NONE, exact: true, count: 0, not_finite: 0 };
+
+/** A run that does not say where it is on an axis is given over steps: that cannot stand beside the others. */
+function checkAxis(curve, x) {
+  return curve.axis && curve.axis !== x ? { ...EMPTY, not_finite: curve.not_finite, hasOtherAxis: true } : curve;
+}
 
 /** Return the pieces of one curve, which follow each other, as one. */
 function joinPieces(pieces) {

@@ -841,6 +841,7 @@ class Panel {
     const notes = [];
     let isWaiting = false;
     let missing = 0;
+    let otherAxis = 0;
     let notFinite = 0;
     let noLog = 0;
     const building = [];
@@ -850,8 +851,9 @@ class Panel {
       const fault = loader.faults.get(`${metric}\n${row.id}`);
       const overview = entry && entry.overview;
       if (fault) faults.push(`${row.name}: ${fault.error}`);
-      else if (!(row.metrics && row.metrics[metric]) || (overview && overview.isMissing)) missing += 1;
+      else if (overview && overview.hasOtherAxis) otherAxis += 1;
       else if (loader.building.has(row.id)) building.push({ name: row.name, share: loader.building.get(row.id) });
+      else if (!(row.metrics && row.metrics[metric]) || (overview && !overview.count && !overview.not_finite)) missing += 1;
       else if (!overview) isWaiting = true;
       if (overview) notFinite += overview.not_finite || 0;
       if (logY && overview) for (let i = 0; i < overview.n; i++) noLog += overview.y[i] <= 0 ? 1 : 0;
@@ -863,6 +865,8 @@ class Panel {
     }
     const count = owner.rows.length;
     if (missing) notes.push(`${missing} of ${formatCount(count, "run")} ${missing === 1 ? "has" : "have"} no ${metric}`);
+    const { xLabel } = owner.settings;
+    if (otherAxis) notes.push(`${formatCount(otherAxis, "run")} ${otherAxis === 1 ? "does" : "do"} not say ${xLabel.toLowerCase()}`);
     if (notFinite) notes.push(`${formatCount(notFinite, "value")} ${notFinite === 1 ? "is" : "are"} not finite`);
     if (noLog) notes.push(`${formatCount(noLog, "point")} at or below 0 ${noLog === 1 ? "has" : "have"} no logarithm`);
     if (faults.length) notes.push(faults.length === 1 ? faults[0] : `${faults.length} runs cannot be read: ${faults[0]}`);
