@@ -318,7 +318,7 @@ export class LineChart {
     } else {
       xAxis.values = (u, splits) => splits.map((v) => (v === null ? "" : formatTick(v)));
     }
-    if (logX) xAxis.splits = chooseLogTicks;
+    if (logX) Object.assign(xAxis, LOG_AXIS);
     const yAxis = { scale: "y", stroke: ink, grid, font: FONT, gap: 6, ticks: { show: false }, space: 34 };
     const formatY = yKind === "duration" ? formatTickDuration : formatTick;
     yAxis.values = (u, splits) => {
@@ -326,7 +326,7 @@ export class LineChart {
       return splits.map((v) => (v === null ? "" : formatY(v)));
     };
     yAxis.size = (u, values) => 12 + 6.3 * Math.max(3, ...(values || []).map((v) => (v ? String(v).length : 0)));
-    if (logY) yAxis.splits = chooseLogTicks;
+    if (logY) Object.assign(yAxis, LOG_AXIS);
     const scales = {
       x: { time: xKind === "clock" && !logX, distr: logX ? 3 : 1, auto: false, range: () => this.xRange },
       y: { time: yKind === "clock" && !logY, distr: logY ? 3 : 1, auto: false, range: () => this.yRange },
@@ -685,6 +685,8 @@ function chooseLogTicks(plot, axisIndex, low, high) {
   }
   return ticks;
 }
+
+const LOG_AXIS = { splits: chooseLogTicks, filter: (plot, splits) => splits };
 
 function chooseStep(least) {
   const size = 10 ** Math.floor(Math.log10(least));

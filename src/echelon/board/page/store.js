@@ -337,21 +337,22 @@ export class Store {
   /** Groups have the colour of their first drawn run, so these differ before all others. */
   assignColours(shown, groups) {
     const kept = new Map();
-    const used = new Set();
+    const uses = new Array(PALETTE_SIZE).fill(0);
     const take = (id, index) => {
       kept.set(id, index);
-      used.add(index);
+      uses[index] += 1;
     };
     const findFree = (id) => {
+      const least = Math.min(...uses);
       let index = hashName(getNameOfId(id)) % PALETTE_SIZE;
-      if (used.size < PALETTE_SIZE) while (used.has(index)) index = (index + 1) % PALETTE_SIZE;
+      while (uses[index] > least) index = (index + 1) % PALETTE_SIZE;
       return index;
     };
     for (const { rows } of groups) {
       const first = rows.find((row) => shown.has(row.id));
       if (!first) continue;
       const known = this.colours.get(first.id);
-      take(first.id, known === undefined || used.has(known) ? findFree(first.id) : known);
+      take(first.id, known === undefined || uses[known] ? findFree(first.id) : known);
     }
     const waiting = [];
     for (const id of shown) {
