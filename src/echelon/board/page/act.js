@@ -1,27 +1,27 @@
 // Acting on runs. The plan and the exact command are shown first; only then can it be confirmed, once.
 
+import { stripAnsi } from "./ansi.js";
 import { postJson } from "./api.js";
 import { openDialog } from "./dialogs.js";
 import { formatSetting, h } from "./dom.js";
-import { cleanText, copyButton, longText, renderError } from "./run_parts.js";
+import { cleanText, copyButton, longText, renderError, showRun } from "./run_parts.js";
 
 const ACTIONS = {
   stop: { label: "Stop", title: "Stop", does: "The run saves at its next step, and ends. It can be resumed.", confirm: "Stop it", isDanger: true },
-  cancel: { label: "Cancel", title: "Cancel", does: "The run ends; what waits in a queue is taken out of it.", confirm: "Cancel it", isDanger: true },
+  cancel: { label: "Cancel", title: "Cancel", does: "The run is ended at once, without saving; what waits in a queue is taken out of it.", confirm: "Cancel it", isDanger: true },
   resume: { label: "Resume", title: "Resume", does: "The run goes on from its newest snapshot.", confirm: "Resume it", takesSettings: true },
-  requeue: { label: "Requeue", title: "Queue again", does: "The job is queued again, and continues from its newest snapshot.", confirm: "Queue it again" },
+  requeue: { label: "Requeue", title: "Queue again", does: "The run saves, and goes on in another job.", confirm: "Queue it again" },
   submit: { label: "Submit again …", title: "Submit again with changed settings", does: "A new run with the settings of this one and the changes below.", confirm: "Submit it", takesSettings: true },
 };
-const OFFERED = {
-  running: ["stop", "cancel", "submit"],
-  queued: ["cancel", "submit"],
-  starting: ["stop", "cancel", "submit"],
-};
+const ACTIVE = new Set(["starting", "running", "queued", "stopping"]);
 const MAX_SHOWN = 20_000;
 
 /** Return what can be done with a run in its state: `[{action, label, hint}]`. */
 export function getActions(row) {
-  const names = OFFERED[row.state] || (row.launcher === "slurm" ? ["resume", "requeue", "submit"] : ["resume", "submit"]);
+  const isSlurm = row.launcher === "slurm";
+  const names = ACTIVE.has(row.state)
+    ? [...(row.state === "queued" ? [] : ["stop"]), "cancel", ...(isSlurm && row.state === "running" ? ["requeue"] : []), "submit"]
+    : ["resume", ...(isSlurm ? ["requeue"] : []), "submit"];
   return names.map((action) => ({ action, label: ACTIONS[action].label, hint: ACTIONS[action].does }));
 }
 
@@ -48,7 +48,7 @@ export function openAction(store, action, ids, { details } = {}) {
   const content = h("div", { class: "ac" },
     h("p", null, kind.does, " ", h("span", { class: "rp-dim" }, names.length > 3 ? `${names.length} runs: ${names.slice(0, 3).join(", ")}, …` : names.join(", "))),
     settings, plan, outcome, h("div", { class: "ac-foot" }, close, confirm));
-  const dialog = openDialog(kind.title, content, { wide: true, onClose: () => clearTimeout(timer) });
+  const { dialog } = openDialog(kind.title, content, { wide: true, onClose: () => clearTimeout(timer) });
   if (action === "submit") addOverride("", "");
   readPlan();
 
@@ -112,9 +112,11 @@ export function openAction(store, action, ids, { details } = {}) {
       planned = overrides;
       plan.classList.remove("ac-stale");
       plan.replaceChildren(
-        answer.plan ? h("section", null, h("h3", null, "What happens"), h("pre", { tabindex: "0" }, longText(answer.plan, "", MAX_SHOWN))) : "",
-        answer.command ? h("section", null, h("h3", null, "Command"), h("div", { class: "rp-command" }, h("code", { dir: "ltr" }, longText(answer.command, "", 2000)), copyButton(answer.command))) : "");
-      confirm.disabled = false;
+        answer.plan ? h("section", null, h("h3", null, "What happens"), h("pre", { tabindex: "0" }, longText(stripAnsi(answer.plan), "", MAX_SHOWN))) : "",
+        h("section", null, h("h3", null, answer.folder ? `Command, in ${cleanText(answer.folder.slice(0, 200))}` : "Command"),
+          h("div", { class: "rp-command" }, h("code", { dir: "ltr" }, longText(answer.command, "", 2000)), copyButton(answer.command))),
+        answer.ok === false ? h("p", { class: "rp-bad", role: "alert" }, "This cannot be done: what it says is above.") : "");
+      confirm.disabled = answer.ok === false;
     } catch (error) {
       if (asked !== turn) return;
       planned = null;
@@ -134,8 +136,12 @@ export function openAction(store, action, ids, { details } = {}) {
       const answer = await postJson("/api/act", { action, runs: ids, overrides: planned, confirm: true });
       isDone = answer.ok !== false;
       outcome.replaceChildren(
-        h("p", { class: isDone ? "ac-ok" : "rp-bad" }, isDone ? "Done." : "It was refused."),
-        answer.output ? h("pre", { tabindex: "0" }, longText(answer.output, "", MAX_SHOWN)) : "");
+        h("p", { class: isDone ? "ac-ok" : "rp-bad" }, isDone ? (answer.running ? "It was started, and runs." : "Done.") : "It did not succeed."),
+        answer.output ? h("pre", { tabindex: "0" }, longText(stripAnsi(answer.output), "", MAX_SHOWN)) : "",
+        ...(answer.runs || []).map((id) => h("p", null, h("button", { class: "sw-link", type: "button", onclick: () => {
+          dialog.close();
+          showRun(store, id);
+        } }, `Open ${cleanText(id.replace(/^\d+:/, "").slice(0, 80))}`))));
     } catch (error) {
       outcome.replaceChildren(renderError(error));
     }
@@ -152,7 +158,7 @@ export function openAction(store, action, ids, { details } = {}) {
 }
 
 function listKnown(row, details, store) {
-  const own = Array.isArray(details?.settings) ? Object.fromEntries(details.settings.map((each) => [each.name, each.value])) : details?.settings;
+  const own = Object.fromEntries((details?.all_settings || []).map((each) => [each.name, each.value]));
   return { ...store.meta?.defaults, ...own, ...row?.settings };
 }
 

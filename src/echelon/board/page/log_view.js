@@ -15,6 +15,7 @@ const STEP_CHARACTERS = 16_000; // that such a button shows more
 const COPY_LINES = 20_000; // at most, into the clipboard
 const FALLBACK_LINE_PX = 18;
 const SHOWN_IN_MENU = 100;
+const GOAL_SHARE = 0.35; // of the height: where a line that was asked for stands
 
 /** The lines of a log by their numbers, fetched in blocks when they are looked at. */
 class LineBlocks {
@@ -142,6 +143,7 @@ export function mountLogs(element, store, id) {
     time: store.view.stamps || "clock",
     follows: !store.view.line,
     fraction: store.view.line ? 0 : 1,
+    goal: null, // a line to bring into sight
     current: null, // the line that search stands at
     selection: parseSelection(store.view.line),
   };
@@ -309,6 +311,7 @@ export function mountLogs(element, store, id) {
 
   function onScroll() {
     if (Math.abs(body.scrollTop - writtenTop) < 1) return; // our own
+    view.goal = null;
     const { range } = measureHeights();
     const isDown = body.scrollTop > writtenTop;
     writtenTop = body.scrollTop;
@@ -345,18 +348,35 @@ export function mountLogs(element, store, id) {
     return drawn.length ? drawn[drawn.length - 1].n + 1 : 0;
   }
 
-  /** After the log has grown: find the fraction at which what is on the screen stays where it is. */
-  function keepPlace(totalBefore) {
-    if (view.follows || !drawn.length || !totalBefore || totalBefore === blocks.total) return;
+  /** Return the fraction at which what is drawn stands `shift` pixels lower, by its measured heights. */
+  function solveFraction(shift) {
     const { height } = measureHeights();
     let low = 0;
     let high = 1;
     for (let turn = 0; turn < 50; turn += 1) {
       const middle = (low + high) / 2;
-      if (middle * blocks.total < findLineAt(middle * height)) low = middle;
+      if (middle * blocks.total < findLineAt(middle * height - shift)) low = middle;
       else high = middle;
     }
-    view.fraction = (low + high) / 2;
+    return (low + high) / 2;
+  }
+
+  /** After the log has grown: what is on the screen stays where it is. */
+  function keepPlace(totalBefore) {
+    if (view.follows || !drawn.length || !totalBefore || totalBefore === blocks.total) return;
+    view.fraction = solveFraction(0);
+  }
+
+  /** Bring the line that was asked for into sight, once its height is known. */
+  function showGoal() {
+    const entry = drawn.find((row) => row.n === view.goal);
+    if (!entry || !blocks.get(entry.n)) return;
+    view.goal = null;
+    const { height } = measureHeights();
+    const margin = Math.min(3 * linePx, height / 4);
+    if (entry.top >= Math.min(margin, entry.n * linePx) && entry.top + linePx <= height - linePx) return;
+    view.fraction = Math.max(0, Math.min(1, solveFraction(height * GOAL_SHARE - entry.top)));
+    draw();
   }
 
   // --- drawing ---
@@ -413,6 +433,7 @@ export function mountLogs(element, store, id) {
     writeScroll();
     rows.style.transform = `translateY(${Math.round(all)}px)`;
     active?.();
+    if (view.goal !== null) showGoal();
     renderFoot();
     if (total) body.setAttribute("aria-label", `Log lines, ${from + 1} to ${to} of ${blocks.total}`);
   }
@@ -517,8 +538,11 @@ export function mountLogs(element, store, id) {
 
   function goToLine(n) {
     const at = Math.max(0, Math.min(blocks.total - 1, n));
+    const { height } = measureHeights();
+    const rest = blocks.total * linePx - height;
     setFollows(false);
-    setFraction(blocks.total ? (at + 0.5) / blocks.total : 0);
+    view.goal = at;
+    setFraction(rest > 0 ? (at * linePx - height * GOAL_SHARE) / rest : 0);
   }
 
   let searching = 0;
@@ -652,7 +676,7 @@ export function mountLogs(element, store, id) {
     await blocks.follow();
     if (isGone) return;
     if (view.selection && !view.follows && blocks.total) {
-      view.fraction = Math.min(1, (view.selection[0] + 0.5) / blocks.total);
+      goToLine(view.selection[0]);
     }
     draw();
   }
@@ -721,8 +745,8 @@ export function mountLogs(element, store, id) {
     if (event.key !== "Enter") return;
     const n = Number.parseInt(jump.value.replace(/[^0-9]/g, ""), 10);
     if (!Number.isFinite(n)) return;
-    view.current = n - 1;
-    goToLine(n - 1);
+    view.current = Math.max(0, Math.min(blocks.total, n) - 1);
+    goToLine(view.current);
     body.focus();
   });
   stamps.addEventListener("change", () => {

@@ -9,6 +9,7 @@ import { cleanText, cutName, isKnown, longText, renderError, showRun, stateBadge
 const MACHINES_EVERY_MS = 5000; // as often as the server samples
 const JOBS_EVERY_MS = 10000;
 const HOUR_S = 3600;
+const LEAST_SPAN_S = 120;
 const SHOWN_JOBS = 50;
 const SHOWN_PROCESSES = 12;
 const SHOWN_CHECKS = 300;
@@ -146,13 +147,20 @@ export function mount(element, store) {
 
   function drawDevice(index, name, history, total, numbers, users) {
     return h("div", { class: "mc-gpu" }, h("div", { class: "mc-gpu-name", title: name }, h("b", null, index), cutName(name)),
-      drawSparkline(history || [], `${index} ${name}`, total), h("div", { class: "mc-numbers" }, numbers), users);
+      drawSparkline(history || [], `${index} ${name}`, total), h("div", { class: "mc-numbers" }, numbers, sayRange(history)), users);
+  }
+
+  function sayRange(history) {
+    if (!history?.length) return null;
+    const span = Math.min(HOUR_S, Math.max(LEAST_SPAN_S, history[history.length - 1][0] - history[0][0]));
+    return h("span", { class: "mc-range" }, `last ${span >= HOUR_S - 60 ? "hour" : formatDuration(span)}`);
   }
 
   function drawSparkline(history, label, total) {
     const points = history.filter((point) => Array.isArray(point) && typeof point[0] === "number");
     const now = points.length ? points[points.length - 1][0] : 0;
-    const place = (point, value) => `${(((point[0] - now + HOUR_S) / HOUR_S) * 300).toFixed(1)},${(39 - Math.max(0, Math.min(1, value)) * 37).toFixed(1)}`;
+    const span = points.length ? Math.min(HOUR_S, Math.max(LEAST_SPAN_S, now - points[0][0])) : HOUR_S;
+    const place = (point, value) => `${(((point[0] - now + span) / span) * 300).toFixed(1)},${(39 - Math.max(0, Math.min(1, value)) * 37).toFixed(1)}`;
     const svg = document.createElementNS(SVG, "svg");
     const add = (tag, attributes) => {
       const shape = document.createElementNS(SVG, tag);
@@ -172,7 +180,7 @@ export function mount(element, store) {
     }
     if (memories.length) add("polyline", { points: memories.map((point) => place(point, point[2] / total)).join(" "), class: "mc-mem" });
     const mean = utils.length ? utils.reduce((sum, point) => sum + point[1], 0) / utils.length : null;
-    svg.setAttribute("aria-label", mean === null ? `${label} over the last hour: nothing is known yet` : `${label} over the last hour: ${mean.toFixed(0)} % used on average`);
+    svg.setAttribute("aria-label", mean === null ? `${label}: nothing is known yet` : `${label} over the last ${formatDuration(span)}: ${mean.toFixed(0)} % used on average`);
     return svg;
   }
 

@@ -126,8 +126,8 @@ export function mount(element, store) {
 
   async function annotate(change) {
     try {
-      const answer = await postJson(getRunPath(id, "/annotations"), change);
-      const row = answer.row || answer;
+      const row = await postJson(getRunPath(id, "/annotations"), change);
+      if (details && "note" in change) details.user_note = change.note;
       if (row?.id) store.applyRows({ changed: [row] });
       fault = null;
     } catch (error) {
@@ -165,27 +165,34 @@ export function mount(element, store) {
   }
 
   function renderNote(row) {
-    const key = `${isOurs(row)}${row.note || ""}`;
+    const text = getNote(row);
+    const key = `${isOurs(row)}${Boolean(details)}${text}`;
     if (note.dataset.edits || note.noted === key) return;
     note.noted = key;
-    if (!isOurs(row)) {
-      note.replaceChildren(...(row.note ? [longText(row.note, "rp-note-text", 300)] : []));
+    const shown = text ? [longText(text, "rp-note-text", 300)] : [];
+    if (!isOurs(row) || !details) {
+      note.replaceChildren(...shown);
       return;
     }
-    const edit = h("button", { class: "rp-note-edit", type: "button", "aria-label": row.note ? "Change the note" : "Write a note", onclick: () => editNote(row) },
-      icon("note"), row.note ? "" : "note");
-    note.replaceChildren(...(row.note ? [longText(row.note, "rp-note-text", 300)] : []), edit);
+    const edit = h("button", { class: "rp-note-edit", type: "button", "aria-label": text ? "Change the note" : "Write a note", onclick: () => editNote(text) },
+      icon("note"), text ? "" : "note");
+    note.replaceChildren(...shown, edit);
   }
 
-  function editNote(row) {
+  /** The note as it is in the folder. A row has only the start of a long one, so it cannot be edited. */
+  function getNote(row) {
+    return details?.user_note ?? row.note ?? "";
+  }
+
+  function editNote(text) {
     note.dataset.edits = "1";
     const area = h("textarea", { class: "rp-note-area", "aria-label": "Note", rows: "3" });
-    area.value = row.note || "";
+    area.value = text;
     const done = (saves) => {
       if (!note.dataset.edits) return;
       delete note.dataset.edits;
       note.noted = null;
-      if (saves && area.value.trim() !== (row.note || "").trim()) annotate({ note: area.value.trim() });
+      if (saves && area.value.trim() !== text.trim()) annotate({ note: area.value.trim() });
       else renderHead();
       note.querySelector(".rp-note-edit")?.focus();
     };
@@ -340,7 +347,7 @@ export function mount(element, store) {
   let rowKey = "";
   function onRows() {
     const row = store.rows.get(id);
-    const key = row ? `${row.state}|${row.step}|${row.updated}|${row.note?.length}` : "gone";
+    const key = row ? `${row.state}|${row.step}|${row.updated}|${row.note}` : "gone";
     renderHead();
     if (key === rowKey) return;
     const isFirst = rowKey === "";

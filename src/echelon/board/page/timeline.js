@@ -280,9 +280,9 @@ export function mountTimeline(element) {
     }
     const start = phases[0]?.started ?? events[0].t;
     let day = "";
-    const body = shown.slice(0, listed).map((event) => {
+    const body = shown.slice(0, listed).flatMap((event) => {
       const [date, clock] = formatTime(event.t, true).split(" ");
-      const when = date === day ? clock : `${date} ${clock}`;
+      const head = date === day ? [] : [h("tr", { class: "tl-day" }, h("th", { colspan: "5", scope: "rowgroup" }, date))];
       day = date;
       const row = h("tr", { class: event.i === chosen ? "tl-chosen" : "", tabindex: "0",
         onclick: () => choose(event.i, true),
@@ -295,13 +295,13 @@ export function mountTimeline(element) {
           else return;
           key.preventDefault();
         } },
-        h("td", { class: "rp-num tl-when" }, when),
+        h("td", { class: "rp-num tl-when" }, clock),
         h("td", { class: "rp-num tl-after" }, `+${formatDuration(event.t - start)}`),
         h("td", null, h("span", { class: `tl-kind tl-${event.rate}` }, event.kind)),
         h("td", { class: "rp-num" }, event.step === null || event.step === undefined ? "" : String(event.step)),
         h("td", { class: "tl-text", dir: "auto" }, cut(event.text, 600)));
       row.dataset.i = event.i;
-      return row;
+      return [...head, row];
     });
     list.replaceChildren(
       h("table", { class: "rp-table", "aria-label": "Events" },
