@@ -119,7 +119,6 @@ def _ask_process(
 
 def main() -> None:
     """Be one of the processes."""
-    os.nice(5)  # the page can wait a little for a training, and not the other way round
     for line in sys.stdin.buffer:
         asked = json.loads(line)
         sweeps = frozenset(asked["sweeps"])

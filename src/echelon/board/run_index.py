@@ -25,6 +25,7 @@ from echelon.board.run_rows import (
     RunRowText,
     compute_signature,
     encode_row,
+    find_name_text,
     find_outside_link,
     get_default_settings,
     make_run_id,
@@ -93,6 +94,7 @@ class RunIndex:
         self._sweeps: dict[int, frozenset[str]] = {}
         self._lock = threading.Lock()
         self._defaults: dict[str, Any] | None = None
+        self._folders = [f"{str(root).rstrip('/')}/" for root in roots]
         self._prefixes = [_make_folder_prefix(root) for root in roots]
 
     # --- what handlers ask for ---
@@ -192,7 +194,7 @@ class RunIndex:
                 if row.signature != UNSETTLED:
                     self.needs_saving = True
                 text = row.render(root, self._prefixes[root])
-                folder = os.path.join(self.roots[root], row.name)
+                folder = f"{self._folders[root]}{row.name}"
                 if known is not None and known.text == text:
                     self._rows[run_id] = IndexedRow(root, row, text, known.generation, folder)
                     continue
@@ -292,14 +294,18 @@ class RunIndex:
 
     # --- files ---
 
-    def load(self) -> None:
-        """Take over what the files of the index hold."""
+    def load(self) -> bool:
+        """Take over what the files of the index hold; return whether each root has one."""
+        is_whole = True
         for number, root in enumerate(self.roots):
             defaults, rows = read_index_file(find_board_folder(root) / _INDEX_FILE)
             if defaults is not None and (self._defaults is None or self._defaults == defaults):
                 self._defaults = defaults
                 self.update(number, rows)
+            else:
+                is_whole = False
         self.needs_saving = False
+        return is_whole
 
     def drop_old_defaults(self) -> bool:
         """Forget all rows if they leave out other defaults than this version has; return whether
@@ -408,7 +414,7 @@ def _parse_line(line: bytes) -> RunRowText | None:
         if int(line[:8], 16) != zlib.crc32(rest):
             return None
         signature, _, text = rest.partition(b" ")
-        name = text[9 : text.index(b'","source":')].decode("ascii")
+        name = find_name_text(text).decode("ascii")
         name = json.loads(f'"{name}"') if "\\" in name else name
     except ValueError:
         return None

@@ -15,9 +15,8 @@ import stat
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from echelon.runs.annotations import Annotations
@@ -46,8 +45,7 @@ _TRIAL_NAME = re.compile(r"(.+)-\d+", re.DOTALL)
 _IRRELEVANT_SETTINGS = ("run.name", "run.dir", "rank", "world_size", "master")
 
 
-@dataclass(frozen=True)
-class RunRowText:
+class RunRowText(NamedTuple):
     """A row as the index keeps it."""
 
     name: str
@@ -59,13 +57,17 @@ class RunRowText:
 
     def render(self, root_number: int, folder_prefix: bytes) -> bytes:
         """Return the whole row: with its id, the number of its root and its folder."""
-        # A quote within the name has a backslash before it, so this is the end of the name.
-        name, _, rest = self.text.partition(b'","source":')
-        bare = name[9:]  # of {"name":"…
-        return b'{"id":"%d:%b","root":%d,"folder":"%b%b","name":"%b","source":%b' % (
-            *(root_number, bare, root_number, folder_prefix, bare, bare),
-            rest,
+        name = find_name_text(self.text)
+        return b'{"id":"%d:%b","root":%d,"folder":"%b%b",%b' % (
+            *(root_number, name, root_number, folder_prefix, name),
+            self.text[1:],
         )
+
+
+def find_name_text(row: bytes) -> bytes:
+    """Return the name in the text of a row, as JSON without quotes. Raises ValueError without."""
+    # A quote within the name has a backslash before it, so this is the end of the name.
+    return row[9 : row.index(b'","source":')]
 
 
 def make_run_id(root_number: int, name: str) -> str:

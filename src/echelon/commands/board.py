@@ -123,8 +123,8 @@ def _serve(roots: list[Path], given: Any) -> int:
             port = server.server_port
             print(f"from elsewhere: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}")
         sys.stdout.flush()
-    shared.index.load()
-    shared.watch.request_check()
+    if not shared.index.load():
+        shared.watch.request_check()  # else with the first page, after its rows were sent
     if not given.no_browser and not given.json and sys.stdout.isatty() and _has_screen():
         threading.Thread(target=_open_browser, args=(server.url,), daemon=True).start()
     server.serve_forever()

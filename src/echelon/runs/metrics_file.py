@@ -44,11 +44,10 @@ def read_metrics(path: Path) -> list[MetricsLine]:
 
 def iterate_metrics(path: Path) -> Iterator[MetricsLine]:
     """Yield the lines of a metrics file one by one; a missing file has none."""
-    if path.exists():
-        with path.open("rb") as file:
-            while text := file.readline(_MAX_LINE_BYTES):
-                if (line := _parse_line(text)) is not None:
-                    yield line
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        while text := file.readline(_MAX_LINE_BYTES):
+            if (line := _parse_line(text)) is not None:
+                yield line
 
 
 def read_first_metrics(path: Path) -> MetricsLine | None:

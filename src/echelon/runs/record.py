@@ -101,12 +101,12 @@ class RunRecord:
             "" if plain else f":{function}"
         )
 
-    @property
+    @cached_property
     def best_name(self) -> str:
         """The metric that decides which snapshot is the best."""
         return str(self.get_section("trainer").get("best") or "loss")
 
-    @property
+    @cached_property
     def best_is(self) -> str:
         """Whether the best value is the largest ("max") or the smallest ("min"): as it was set, as
         the run found it, or by the metric's name."""
