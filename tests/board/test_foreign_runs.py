@@ -13,8 +13,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
+from board_requests import ask
+from other_users import NOBODY, act_as, give_away, make_open_folder, needs_root
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -22,12 +25,14 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
 from echelon.board.foreign_runs import (
+    ROUTES,
     ForeignRun,
     choose_best_metric,
     list_foreign_runs,
     remove_stale_conversions,
     scan_foreign_runs,
 )
+from echelon.board.server import Board
 from echelon.runs.metrics_file import read_metrics
 from echelon.runs.metrics_summary import read_summary
 
@@ -721,6 +726,64 @@ def test_a_media_path_does_not_lead_out_of_the_run(root: Path) -> None:
     assert "image" not in values
     assert run.facts.left_out["images whose file is gone"] == 7
     json.dumps(run.make_row(0)).encode()
+
+
+@needs_root
+def test_a_file_that_may_not_be_read_is_said_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with make_open_folder() as folder:
+        path = EventFile(folder / "runs").add(1, loss=1).path
+        EventFile(folder / "runs", 1_800_000_000).add(2, loss=2)
+        path.chmod(0)
+        (folder / "cache").mkdir()
+        give_away(folder / "cache", NOBODY)
+        monkeypatch.setenv("ECHELON_CACHE", str(folder / "cache"))
+        run = find_one(folder / "runs")
+        import echelon.board.tensorboard_events
+        import echelon.runs.annotations  # noqa: F401
+
+        with act_as(NOBODY):
+            run.refresh()
+            assert not run.refresh(), "nothing has changed"
+            assert read_values(run)["loss"] == [(2, 2)]
+            assert "permission denied" in run.make_row(0)["why"]
+        path.chmod(0o644)
+        with act_as(NOBODY):
+            assert run.refresh()
+            assert [step for step, _ in sorted(read_values(run)["loss"])] == [1, 2]
+            assert not run.make_row(0)["why"]
+
+
+@pytest.mark.slow
+def test_two_boards_convert_a_run_once(root: Path) -> None:
+    file = EventFile(root)
+    for step in range(20_000):
+        file.add(step, loss=step)
+    program = (
+        "import sys; from pathlib import Path;"
+        "from echelon.board.foreign_runs import list_foreign_runs;"
+        "[run] = list_foreign_runs(Path(sys.argv[1]))\n"
+        "while run.refresh(1) or not run.is_complete: pass"
+    )
+    command = [sys.executable, "-c", program, str(root)]
+    children = [subprocess.Popen(command) for _ in range(3)]
+    assert [child.wait(120) for child in children] == [0, 0, 0]
+    run = find_one(root)
+    assert not run.refresh()
+    assert read_values(run)["loss"] == [(step, step) for step in range(20_000)]
+
+
+def test_the_page_hears_what_is_not_shown(root: Path) -> None:
+    jpeg = Summary.Value(tag="jpeg", image=Summary.Image(encoded_image_string=b"\xff\xd8\xff"))
+    EventFile(root).add(1, loss=1).add_event(Event(summary=Summary(value=[jpeg])))
+    run, _ = convert(root)
+    board = Board([root])
+    board.index.update_foreign(0, [(run.make_row(0), str(run.converted.folder))])
+    answer = ask(board, ROUTES, f"/api/run/{quote(run.make_id(0))}/foreign")
+    assert answer.data["left_out"] == {"images that are not PNG": 1}
+    assert (answer.data["folder"], answer.data["faults"]) == (str(root), {})
+    assert ask(board, ROUTES, "/api/run/0:none/foreign").status == 404
 
 
 # --- which there are ---

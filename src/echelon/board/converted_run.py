@@ -24,6 +24,7 @@ from echelon.runs.metrics_summary import read_summary, write_summary
 from echelon.runs.run_folder import Run
 from echelon.tracking.media_records import quote_media_name
 from echelon.utils.files import read_json_object, replace_file, write_text_atomically
+from echelon.utils.os_errors import format_os_error_reason
 
 FOREIGN_FILE = "foreign.json"
 _FORMAT = 1
@@ -51,11 +52,15 @@ class SourceFile:
     mark: str = ""
     """The checksum of the bytes before; see `runs.metrics_file`."""
     size: int = -1
-    mtime_ns: int = 0
+    changed_ns: int = 0
+
+    def note_look(self, status: os.stat_result) -> None:
+        """Note what the file looks like, once all that it has was read."""
+        self.size, self.changed_ns = status.st_size, status.st_ctime_ns
 
     def is_unchanged(self, status: os.stat_result) -> bool:
         """Return whether a file looks as it did when it was read."""
-        return (self.size, self.mtime_ns) == (status.st_size, status.st_mtime_ns)
+        return (self.size, self.changed_ns) == (status.st_size, status.st_ctime_ns)
 
 
 @dataclass
@@ -123,7 +128,6 @@ class ConvertedRun:
         for path in (self.run.metrics_file, self.run.summary_file):
             path.unlink(missing_ok=True)
         shutil.rmtree(self.run.media_folder, ignore_errors=True)
-        shutil.rmtree(self.run.folder / ".curves", ignore_errors=True)
 
     def drop_unfinished_lines(self) -> bool:
         """Cut off what a killed conversion wrote without saying so, and return whether the rest is
@@ -139,6 +143,30 @@ class ConvertedRun:
         self.append_lines()
         data = {"version": _FORMAT, **asdict(self.facts)}
         write_text_atomically(self.run.folder / FOREIGN_FILE, json.dumps(data) + "\n")
+
+    def open_source(self, path: Path) -> Any:
+        """Return a file of the original, opened, or None if there is nothing new in it. One that
+        cannot be opened is a fault."""
+        known = self.facts.files.setdefault(path.name, SourceFile())
+        try:
+            status = path.stat(follow_symlinks=False)
+            if known.is_unchanged(status):
+                return None
+            file = open_file(path)
+        except OSError as error:
+            self.note_unreadable(path, error)
+            return None
+        for fault in [each for each in self.facts.faults if each.startswith(f"{path.name}: ")]:
+            del self.facts.faults[fault]
+        return file
+
+    def note_unreadable(self, path: Path, error: OSError) -> None:
+        """Note that a file of the original cannot be read now. It is tried again once it has
+        changed."""
+        self.facts.faults[limit_text(f"{path.name}: {format_os_error_reason(error)}", 200)] = 1
+        with contextlib.suppress(OSError):
+            self.facts.files[path.name].note_look(path.stat(follow_symlinks=False))
+        self.commit()
 
     def append_lines(self) -> None:
         """Append the lines that wait to metrics.jsonl."""
@@ -185,16 +213,14 @@ class ConvertedRun:
 
         `step` and `time` say where a line is. So do `epoch` and `samples` if they are numbers.
         """
+        name = shorten_name(name)
         is_axis = isinstance(value, (int, float)) and name in _AXES
         known = self._names.get(name)
         if known is not None and not is_axis:
             return known
-        shown = name.encode("utf-8", "replace").decode() or "unnamed"
+        shown = name or "unnamed"
         if name in _RESERVED or (name in _AXES and not is_axis):
             shown = f"{self.facts.source}/{name}"
-        if len(shown) > _MAX_NAME:
-            digest = hashlib.blake2b(shown.encode(), digest_size=6).hexdigest()
-            shown = f"{shown[:_MAX_NAME]}…{digest}"
         if len(self._names) >= _MAX_NAMES:
             self.leave_out(f"values of more than {_MAX_NAMES:,} names")
             return None
@@ -222,7 +248,8 @@ class ConvertedRun:
 
     def add_settings(self, settings: Mapping[str, Any]) -> None:
         """Add settings, which may be nested."""
-        for name, value in flatten_values(settings):
+        for long_name, value in flatten_values(settings):
+            name = shorten_name(long_name)
             if len(self.facts.settings) >= _MAX_SETTINGS and name not in self.facts.settings:
                 self.leave_out(f"settings after the first {_MAX_SETTINGS:,}")
                 return
@@ -230,6 +257,7 @@ class ConvertedRun:
 
     def remove_settings(self, name: str) -> None:
         """Remove a setting and those below it."""
+        name = shorten_name(name)
         for key in [k for k in self.facts.settings if k == name or k.startswith(f"{name}.")]:
             del self.facts.settings[key]
 
@@ -288,6 +316,15 @@ def flatten_values(values: Mapping[str, Any], depth: int = 6) -> Iterable[tuple[
             yield str(key), value
 
 
+def shorten_name(name: str) -> str:
+    """Return the name of a metric or a setting; no two long ones become the same."""
+    shown = name.encode("utf-8", "replace").decode()
+    if len(shown) <= _MAX_NAME:
+        return shown
+    digest = hashlib.blake2b(shown.encode(), digest_size=6).hexdigest()
+    return f"{shown[:_MAX_NAME]}…{digest}"
+
+
 def limit_text(text: str, length: int = _MAX_TEXT) -> str:
     """Return the beginning of a text that is longer than that."""
     return text if len(text) <= length else text[:length] + "…"
@@ -312,6 +349,7 @@ def _is_shallow(value: Any, depth: int) -> bool:
 
 
 def _count(counts: dict[str, int], what: str, count: int) -> None:
+    what = limit_text(what, 200)
     if what not in counts and len(counts) >= _MAX_FAULTS:
         what = "others"
     counts[what] = counts.get(what, 0) + count

@@ -16,21 +16,23 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from echelon.board.converted_run import (
+    FOREIGN_FILE,
     ConvertedRun,
     ForeignFacts,
     get_size,
     is_same_beginning,
     load_facts,
 )
+from echelon.board.request import NotFoundError, Request, Response, Route, json_response
 from echelon.board.run_rows import make_shown_name
 from echelon.runs.run_folder import CONFIG_FILE, METRICS_FILE, STATUS_FILE, Run
 from echelon.utils.cache_root import get_cache_root
-from echelon.utils.locks import FileLock
+from echelon.utils.locks import FileLock, LocksUnsupportedError
 from echelon.utils.trust import make_trusted_folder
 
 TENSORBOARD, WANDB = "tensorboard", "wandb"
@@ -137,13 +139,23 @@ def _shows_own_run(folder: str, events: Sequence[str]) -> bool:
     names = [name for name in events if _OUR_EVENT_FILE.fullmatch(name)]
     if len(names) < len(events):
         return False
+    place = _find_own_run(f"{folder}/{min(names)}")
+    if place is None:
+        return False
+    # A relative one is as seen from where the training was started, which is somewhere above.
+    return any((above / place / CONFIG_FILE).is_file() for above in Path(folder).parents)
+
+
+@lru_cache(maxsize=20_000)
+def _find_own_run(event_file: str) -> str | None:
+    """Return in which folder the run of an event file of Echelon is, as its settings say."""
     from echelon.board.tensorboard_events import find_config
 
-    config = find_config(Path(folder, min(names)))
+    config = find_config(Path(event_file))
     run = config.get("run") if config is not None else None
     if not isinstance(run, dict) or not all(isinstance(run.get(k), str) for k in ("dir", "name")):
-        return False
-    return Path(run["dir"], run["name"], CONFIG_FILE).is_file()
+        return None
+    return os.path.join(run["dir"], run["name"])
 
 
 # --- one of them ---
@@ -158,7 +170,11 @@ class ForeignRun:
     """The original."""
     source: str
     """`tensorboard` or `wandb`."""
+    is_complete: bool = False
+    """Whether the last refresh() came to the end of its files."""
     _facts: ForeignFacts | None = field(default=None, repr=False)
+    _loaded: tuple[int, int] = field(default=(0, 0), repr=False)
+    """Which foreign.json the facts are from."""
     _files: dict[str, os.stat_result] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -179,8 +195,19 @@ class ForeignRun:
     def facts(self) -> ForeignFacts:
         """What is known of it beside its metrics, as of the last refresh()."""
         if self._facts is None:
-            self._facts = load_facts(self.converted.folder)
+            self._load_facts()
         return self._facts or ForeignFacts(self.source, folder=str(self.folder))
+
+    def _load_facts(self) -> None:
+        """Read foreign.json, if another process has replaced it or it was not read yet."""
+        try:
+            status = os.stat(self.converted.folder / FOREIGN_FILE)
+        except OSError:
+            self._facts = None
+            return
+        loaded = (status.st_ino, status.st_mtime_ns)
+        if self._facts is None or loaded != self._loaded:
+            self._facts, self._loaded = load_facts(self.converted.folder), loaded
 
     def make_id(self, root_number: int) -> str:
         """Return the id under which a page knows it."""
@@ -190,50 +217,51 @@ class ForeignRun:
         """Bring the converted folder up to date, and return whether anything was new.
 
         Only what was added to the originals is read; if one was replaced or is gone, all is read
-        again. With `max_bytes` of the originals it stops in between, and says that something was
-        new. While another process converts the same run it does nothing.
+        again. With `max_bytes` of the originals it stops in between, and is_complete is False. It
+        waits for another process that converts the same run.
 
         Raises OSError where the cache folder cannot be written.
         """
         self._files = self._stat_files()
         if not self._files:
             return False
-        self._facts = load_facts(self.converted.folder)
+        self._load_facts()
         if self._facts is not None and self._is_up_to_date(self._facts):
+            self.is_complete = True
             return False
         folder = self.converted.folder
         if not folder.is_dir():
             make_trusted_folder(folder.parent, 0o700)
             folder.mkdir(mode=0o700, exist_ok=True)
-        lock = FileLock(folder / ".lock", mode=0o600)
-        if not lock.try_acquire():
-            return False
-        try:
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(
+                LocksUnsupportedError
+            ):  # then one board at a time is hoped for
+                stack.enter_context(FileLock(folder / ".lock", mode=0o600))
             return self._convert(max_bytes)
-        finally:
-            lock.release()
 
     def _convert(self, max_bytes: int) -> bool:
-        known = load_facts(self.converted.folder)  # another process may have been faster
+        self._load_facts()  # another process may have been faster
+        known = self._facts
         if known is not None and self._is_up_to_date(known):
-            self._facts = known
+            self.is_complete = True
             return True
+        self._facts = None
         facts = known or ForeignFacts(self.source, folder=str(self.folder))
         converted = ConvertedRun(self.converted, facts)
         if known is None or not self._continues(known) or not converted.drop_unfinished_lines():
             converted.begin_anew()
         paths = [self.folder / name for name in self._files]
-        with contextlib.suppress(FileNotFoundError):  # a file that goes away meanwhile
-            if self.source == TENSORBOARD:
-                from echelon.board.tensorboard_events import convert_event_files
+        if self.source == TENSORBOARD:
+            from echelon.board.tensorboard_events import convert_event_files
 
-                convert_event_files(converted, paths, max_bytes)
-            else:
-                from echelon.board.wandb_files import convert_wandb_file
+            self.is_complete = not convert_event_files(converted, paths, max_bytes)
+        else:
+            from echelon.board.wandb_files import convert_wandb_file
 
-                convert_wandb_file(converted, paths[0], max_bytes)
+            self.is_complete = not convert_wandb_file(converted, paths[0], max_bytes)
         converted.keep_summary()
-        self._facts = converted.facts
+        self._load_facts()
         return True
 
     def _stat_files(self) -> dict[str, os.stat_result]:
@@ -281,11 +309,6 @@ class ForeignRun:
         parts = [f"{name}:{s.st_size:x}.{s.st_mtime_ns:x}" for name, s in files.items()]
         text = "/".join((*parts, str(self._is_growing())))
         return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=12).hexdigest()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all that is in its files was read, as of the last refresh()."""
-        return self._is_up_to_date(self.facts)
 
     @property
     def state(self) -> str:
@@ -382,6 +405,29 @@ def choose_best_metric(names: Sequence[str]) -> str:
 
     known = [name for name in names if guess_best_is(name)]
     return min(known, key=rank) if known else "loss"
+
+
+def show_facts(request: Request) -> Response:
+    """Answer with what is known of a run of another program beside its metrics: what could not be
+    read of it, and what is in its files and not shown."""
+    run = request.board.find_run(request.path_values["id"])
+    facts = load_facts(run.folder)
+    if facts is None:
+        raise NotFoundError(f"{run.name} is not a run of another program")
+    return json_response(
+        {
+            "source": facts.source,
+            "folder": facts.folder,
+            "program": facts.program,
+            "host": facts.host,
+            "files": {name: known.offset for name, known in facts.files.items()},
+            "faults": facts.faults,
+            "left_out": facts.left_out,
+        }
+    )
+
+
+ROUTES: list[Route] = [("GET", "/api/run/{id}/foreign", show_facts)]
 
 
 def remove_stale_conversions(older_s: float = 30 * 86400.0) -> int:

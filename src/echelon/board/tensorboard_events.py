@@ -19,10 +19,9 @@ from typing import IO, Any, NamedTuple
 
 from echelon.board.converted_run import (
     ConvertedRun,
-    SourceFile,
-    is_same_beginning,
     limit_text,
     open_file,
+    shorten_name,
 )
 from echelon.board.crc32c import (
     compute_checksums,
@@ -54,7 +53,6 @@ _SEARCH_BYTES = 16 << 20
 """So far is looked for the next record after a damaged length."""
 _HEADER_BYTES, _FRAME_BYTES = 12, 16
 _MAX_BINS = 512
-_MAX_TAG = 1000
 _MAX_PENDING_S = 1.0
 """Values of one step that were logged within this time are one line."""
 _NOT_VALUES = ("graphs", "graph_run_metadata", "custom_scalars", "mesh", "pr_curves", "audio")
@@ -383,34 +381,39 @@ def _unpack_parts(kind: int, parts: Mapping[int, list[Field]]) -> list[float]:
 
 
 def convert_event_files(converted: ConvertedRun, paths: Sequence[Path], max_bytes: int) -> bool:
-    """Add what is new in the files of a run, and return whether there is more to read. The files
-    are in the order of their times."""
+    """Add what is new in the files of a run, which are in the order of their times. Return whether
+    there may be more, since so many bytes were read."""
     reader = _EventConverter(converted)
     for index, path in enumerate(paths):
-        known = converted.facts.files.setdefault(path.name, SourceFile())
-        with open_file(path) as file:
-            status = os.fstat(file.fileno())
-            if known.is_unchanged(status):
-                continue
-            reader.begin_file(index)
+        reader.begin_file(index)
+        file = converted.open_source(path)
+        if file is None:
+            continue
+        known = converted.facts.files[path.name]
+        with file:
             while max_bytes > 0:
-                batch = read_record_batch(file, known.offset, status.st_size)
+                try:
+                    status = os.fstat(file.fileno())
+                    batch = read_record_batch(file, known.offset, status.st_size)
+                    mark = compute_mark(file, batch.offset) if batch.offset else ""
+                except OSError as error:
+                    converted.note_unreadable(path, error)
+                    break
                 for fault in batch.faults:
                     converted.note_fault(fault)
                 for record in batch.records:
                     reader.add_record(record)
                 reader.finish_batch()
-                is_end = batch.offset == known.offset
                 max_bytes -= batch.offset - known.offset
-                known.offset = batch.offset
-                known.mark = compute_mark(file, known.offset) if known.offset else ""
+                is_end = batch.offset == known.offset
+                known.offset, known.mark = batch.offset, mark
                 if is_end:
-                    known.size, known.mtime_ns = status.st_size, status.st_mtime_ns
+                    known.note_look(status)
                 converted.commit()
                 if is_end:
                     break
-            else:
-                return True
+        if max_bytes <= 0:
+            return True
     return False
 
 
@@ -449,7 +452,7 @@ class _EventConverter:
                 return
         self._add_any_record(record)
         if scalar is not None and scalar[2]:
-            text = limit_text(scalar[2].decode("utf-8", "replace"), _MAX_TAG)
+            text = shorten_name(scalar[2].decode("utf-8", "replace"))
             name = self._converted.make_name(text, 0.0)
             if text in self._tags and name is not None and self._tags[text][0] != "hparams":
                 self._scalars[scalar[2]] = self._tags[text], name
@@ -492,7 +495,7 @@ class _EventConverter:
             known[1] = min(known[1], step - 1)
 
     def _add_value(self, event: TrainingEvent, value: SummaryValue) -> None:
-        tag = limit_text(value.tag, _MAX_TAG)
+        tag = shorten_name(value.tag)
         known = self._tags.get(tag)
         if known is None:
             if len(self._tags) >= 20_000:
@@ -673,7 +676,7 @@ def find_config(path: Path) -> Mapping[str, Any] | None:
     for a file of another program."""
     try:
         with open_file(path) as file:
-            size = min(os.fstat(file.fileno()).st_size, 1 << 18)
+            size = min(os.fstat(file.fileno()).st_size, 1 << 16)
             batch = read_record_batch(file, 0, size)
         for record in batch.records[:3]:
             for value in parse_event(record).values:
@@ -695,8 +698,3 @@ def _read_time(name: str) -> float:
     match = EVENT_FILE.fullmatch(name)
     number = float(match[1][:25]) if match else 0.0
     return number / 1e9 if number > 1e14 else number  # ours are in nanoseconds
-
-
-def have_same_beginnings(folder: Path, files: Mapping[str, SourceFile]) -> bool:
-    """Return whether files still have what was read of them."""
-    return all(is_same_beginning(folder / name, known) for name, known in files.items())

@@ -19,7 +19,6 @@ from typing import IO, Any, NamedTuple
 
 from echelon.board.converted_run import (
     ConvertedRun,
-    SourceFile,
     flatten_values,
     limit_text,
     open_file,
@@ -127,37 +126,47 @@ def _read_piece(block: bytes, at: int) -> tuple[int, bytes | None]:
 
 
 def convert_wandb_file(converted: ConvertedRun, path: Path, max_bytes: int) -> bool:
-    """Add what is new in a run's file, and return whether there is more to read."""
-    known = converted.facts.files.setdefault(path.name, SourceFile())
+    """Add what is new in a run's file. Return whether there may be more, since so many bytes were
+    read."""
     reader = _RecordConverter(converted, path.parent / "files")
-    with open_file(path) as file:
-        status = os.fstat(file.fileno())
-        if known.is_unchanged(status):
-            return False
-        if known.offset == 0 and status.st_size >= len(_FILE_HEADER):
-            if file.read(len(_FILE_HEADER)) == _FILE_HEADER:
-                known.offset = len(_FILE_HEADER)
-            else:
-                converted.facts.faults = {"it does not begin as a file of wandb": 1}
-        while known.offset and max_bytes > 0:
-            batch = read_log_batch(file, known.offset, status.st_size)
+    file = converted.open_source(path)
+    if file is None:
+        return False
+    known = converted.facts.files[path.name]
+    with file:
+        while max_bytes > 0:
+            try:
+                status = os.fstat(file.fileno())
+                offset = known.offset or _read_file_header(converted, file)
+                batch = read_log_batch(file, offset, status.st_size if offset else 0)
+                mark = compute_mark(file, batch.offset)
+            except OSError as error:
+                converted.note_unreadable(path, error)
+                break
             for fault in batch.faults:
                 converted.note_fault(fault)
             for record in batch.records:
                 reader.add_record(record)
-            is_end = batch.offset == known.offset
             max_bytes -= batch.offset - known.offset
-            known.offset = batch.offset
-            known.mark = compute_mark(file, known.offset)
+            is_end = batch.offset == known.offset
+            known.offset, known.mark = batch.offset, mark
+            if is_end:
+                known.note_look(status)
+            converted.commit()
             if is_end:
                 break
-            converted.commit()
-        else:
-            if known.offset:
-                return True
-        known.size, known.mtime_ns = status.st_size, status.st_mtime_ns
-        converted.commit()
-    return False
+    return max_bytes <= 0
+
+
+def _read_file_header(converted: ConvertedRun, file: IO[bytes]) -> int:
+    """Return where the records begin; 0 while there is no header, and where it is another one."""
+    file.seek(0)
+    begin = file.read(len(_FILE_HEADER))
+    if begin == _FILE_HEADER:
+        return len(_FILE_HEADER)
+    if not _FILE_HEADER.startswith(begin):
+        converted.facts.faults = {"it does not begin as a file of wandb": 1}
+    return 0
 
 
 class _RecordConverter:
