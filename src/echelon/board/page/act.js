@@ -43,7 +43,7 @@ export function openAction(store, action, ids, { details } = {}) {
   const list = h("div", { class: "ac-overrides" });
   const settings = kind.takesSettings
     ? h("section", { "aria-label": "Changed settings" }, h("h3", null, "Changed settings"), list,
-      h("button", { class: "rp-button", type: "button", onclick: () => addOverride("", "", true) }, "+ setting"), makeNames(rows, details, store))
+      h("button", { class: "rp-button ac-add", type: "button", onclick: () => addOverride("", "", true) }, "+ setting"), makeNames(rows, details, store))
     : null;
   const content = h("div", { class: "ac" },
     h("p", null, kind.does, " ", h("span", { class: "rp-dim" }, names.length > 3 ? `${names.length} runs: ${names.slice(0, 3).join(", ")}, …` : names.join(", "))),
@@ -113,7 +113,7 @@ export function openAction(store, action, ids, { details } = {}) {
       plan.classList.remove("ac-stale");
       plan.replaceChildren(
         answer.plan ? h("section", null, h("h3", null, "What happens"), h("pre", { tabindex: "0" }, longText(stripAnsi(answer.plan), "", MAX_SHOWN))) : "",
-        h("section", null, h("h3", null, answer.folder ? `Command, in ${cleanText(answer.folder.slice(0, 200))}` : "Command"),
+        h("section", null, h("div", { class: "rp-line" }, h("h3", null, "Command"), h("span", { class: "rp-dim" }, answer.folder ? `in ${cleanText(answer.folder.slice(0, 200))}` : "")),
           h("div", { class: "rp-command" }, h("code", { dir: "ltr" }, longText(answer.command, "", 2000)), copyButton(answer.command))),
         answer.ok === false ? h("p", { class: "rp-bad", role: "alert" }, "This cannot be done: what it says is above.") : "");
       confirm.disabled = answer.ok === false;
@@ -141,7 +141,7 @@ export function openAction(store, action, ids, { details } = {}) {
         ...(answer.runs || []).map((id) => h("p", null, h("button", { class: "sw-link", type: "button", onclick: () => {
           dialog.close();
           showRun(store, id);
-        } }, `Open ${cleanText(id.replace(/^\d+:/, "").slice(0, 80))}`))));
+        } }, `Open the new run ${cleanText(id.replace(/^\d+:/, "").slice(0, 80))}`))));
     } catch (error) {
       outcome.replaceChildren(renderError(error));
     }

@@ -87,7 +87,7 @@ export function renderError(error) {
 
 /** Return the state of a run, with its colour. */
 export function stateBadge(state) {
-  const known = { running: "running", finished: "good", failed: "bad", lost: "bad", killed: "bad", stopped: "warn", cancelled: "warn", pruned: "warn", queued: "wait", waiting: "wait" };
+  const known = { running: "running", finished: "good", failed: "bad", lost: "bad", killed: "bad", stopped: "warn", cancelled: "warn", pruned: "warn", starting: "wait", queued: "wait", waiting: "wait" };
   return h("span", { class: `rp-state rp-state-${known[state] || "plain"}` }, state || "unknown");
 }
 
