@@ -187,7 +187,7 @@ def build_commands(
 
 def _find_own_run(board: Board, run_id: str) -> Run:
     run: Run = board.find_run(run_id)
-    if run_id.count(":") > 1 or not run.config_file.exists():
+    if run.folder.parent not in board.roots or not run.config_file.exists():
         raise ForbiddenError(f"{run_id[:200]} is not a run of Echelon's", "it can be looked at")
     if run.folder.stat().st_uid != os.geteuid():
         raise ForbiddenError(

@@ -85,10 +85,18 @@ class LineOffsets:
         """The lines that end before every _BLOCK_BYTES."""
         self._mark = b""
         self._inode = -1
+        self._seen = (0, 0, 0)
 
     def open(self) -> int:
         """Return a handle of the log."""
         return open_inside(self.path, self._folder)
+
+    def looks_changed(self) -> bool:
+        """Return whether the file is another one, or changed, since the last call."""
+        found = os.stat(self.path)
+        seen = (found.st_ino, found.st_size, found.st_mtime_ns)
+        is_changed, self._seen = seen != self._seen, seen
+        return is_changed
 
     def has_begun_anew(self, handle: int) -> bool:
         """Return whether the file is not the one that was read: shorter, or with other content."""
@@ -270,6 +278,8 @@ class MergedLogs:
             ends: list[tuple[float, int]] = []
             for index, log in enumerate(self._logs):
                 with suppress(NotFoundError, OSError):
+                    if not log.looks_changed():
+                        continue
                     handle = handles.get(log)
                     if log.has_begun_anew(handle):
                         self.has_begun_anew = True

@@ -73,21 +73,16 @@ def show_run(request: Request) -> Response:
 
     A name in ``files`` of the kinds trace, log, hang and script can be asked for with
     ``GET /api/run/{id}/file?name=``, the plan with ``GET /api/run/{id}/plan``. Of a run of another
-    program the details are only ``settings``, ``metrics`` and ``files``.
+    program the details are ``settings``, ``all_settings``, ``metrics``, ``files``, ``folder``,
+    ``started``, ``ended``, ``host``, ``program``, ``faults`` and ``left_out`` (what of its files
+    could not be read, and what has no place here: ``{text: times}``).
     """
     run_id = request.path_values["id"]
     run = request.board.find_run(run_id)
-    index = request.board.index
-    row = json.loads(index.get_row(run_id)) if _is_foreign(run_id) else None
-    if row is None:
-        row = json.loads(index.read_again(run_id))
+    row = json.loads(request.board.index.read_again(run_id))
     if row.get("source", "echelon") != "echelon":
         return json_response({"row": row, "details": _describe_foreign_run(run, row)})
     return json_response({"row": row, "details": read_details(run)})
-
-
-def _is_foreign(run_id: str) -> bool:
-    return run_id.count(":") > 1
 
 
 def read_details(run: Run) -> dict[str, Any]:
@@ -456,9 +451,15 @@ def _flatten_run_settings(run: Run) -> dict[str, Any]:
 
 def _describe_foreign_run(run: Run, row: dict[str, Any]) -> dict[str, Any]:
     from echelon.runs.metrics_summary import read_summary
+    from echelon.utils.files import read_json_object
 
-    settings = row.get("settings") or {}
+    facts = read_json_object(run.folder / "foreign.json") or {}
+    known = ("folder", "started", "ended", "host", "program", "faults", "left_out")
+    settings = facts.get("settings") or row.get("settings") or {}
     return {
+        **{name: facts.get(name) or None for name in known},
+        "state": row.get("state"),
+        "note": row.get("why"),
         "own": False,
         "settings": settings,
         "all_settings": [
