@@ -223,6 +223,7 @@ export class LineChart {
     this.yRange = [0, 1];
     this.marked = null;
     this.cursorX = null;
+    this.isMoving = false;
     this.plot = null;
     this.frame = 0;
     this.size = [0, 0];
@@ -392,7 +393,9 @@ export class LineChart {
     for (const line of this.lines) if (line.tLow) this.drawBand(ctx, line, map);
     ctx.lineWidth = ratio;
     ctx.globalAlpha = many ? 0.14 : 0.22;
-    for (const line of this.lines) if (line.tPale) drawPale(ctx, line, map, ratio);
+    const column = (this.lines.length > 12 ? 4 : 2) * ratio;
+    // In the frames of a zoom the lines of many runs count, not what is pale behind them.
+    if (!(many && this.isMoving)) for (const line of this.lines) if (line.tPale) drawPale(ctx, line, map, ratio, column);
     ctx.globalAlpha = 1;
     ctx.lineWidth = (many ? 1 : 1.5) * ratio;
     for (const line of this.lines) {
@@ -719,8 +722,8 @@ function countVisible({ tx }, map) {
 }
 
 /** Draw the values behind a smoothed line: where there are as many as pixels, the area between the lowest and the
- * highest of each pixel, which is calmer than a line that fills it and drawn in a tenth of the time. */
-function drawPale(ctx, line, map, ratio) {
+ * highest of each few pixels, which is calmer than a line that fills it and drawn in a tenth of the time. */
+function drawPale(ctx, line, map, ratio, width) {
   const { tx, tPale } = line;
   const i0 = Math.max(0, findIndex(tx, map.x0) - 1);
   const i1 = Math.min(tx.length, findIndex(tx, map.x1) + 1);
@@ -732,7 +735,7 @@ function drawPale(ctx, line, map, ratio) {
   for (let i = i0; i < i1; i++) {
     const v = tPale[i];
     if (v !== v) continue;
-    const x = Math.floor((ox + tx[i] * map.sx) / ratio / 2) * 2 * ratio;
+    const x = Math.floor((ox + tx[i] * map.sx) / width) * width;
     const y = oy - v * map.sy;
     if (!column || column.x !== x) columns.push((column = { x, low: y, high: y }));
     else if (y < column.low) column.low = y;

@@ -7,6 +7,7 @@ import {
   findNearest,
   formatTick,
   formatTickDuration,
+  isDarkTheme,
   onTheme,
   padRange,
   smoothCurve,
@@ -25,6 +26,7 @@ const AXES = [
 ];
 const SIZES = { small: 220, medium: 300, large: 560 };
 const DASHES = [null, [4, 2], [1.2, 1.6], [6, 2, 1.2, 2]];
+const MAX_RUNS = 500;
 const MAX_GROUPS = 14;
 const MAX_GROUPED_RUNS = 200;
 const NEAR_PX = 28;
@@ -59,7 +61,6 @@ class CurvesView {
     this.allRange = [0, 1];
     this.hovered = null;
     this.hoverFrame = 0;
-    this.drawn = { lines: [], key: "" };
     this.loader = new CurveLoader((metrics) => this.onData(metrics));
     this.build();
     const root = findScroller(element);
@@ -221,7 +222,16 @@ class CurvesView {
     this.showLegend();
     this.layOutPanels(settings);
     this.ask(0);
-    this.redrawLines();
+    // Rows change several times a second while runs train: lines are drawn anew only where that changes them.
+    const key = this.describeDrawn(settings);
+    if (key !== this.drawnKey) this.redrawLines();
+    this.drawnKey = key;
+  }
+
+  describeDrawn(settings) {
+    const series = this.series.map(({ id, name, colour, dash, rows }) => [id, name, colour, dash, rows.map((row) => row.id)]);
+    const metrics = this.rows.map((row) => Object.keys(row.metrics || {}).length);
+    return JSON.stringify([settings, this.store.view.logy, this.zoom, [...this.panels.keys()], series, metrics, isDarkTheme()]);
   }
 
   showControls(settings) {
@@ -257,15 +267,17 @@ class CurvesView {
   collectRuns() {
     const { store } = this;
     const groups = store.getGroups();
-    const shown = store.getShownRows();
+    const chosen = store.getShownRows();
+    const shown = chosen.slice(0, MAX_RUNS);
     const isLines = this.settings.band === "lines";
     const series = [];
     let leftOut = "";
     if (groups) {
-      const chosen = store.view.shown && store.view.shown !== "auto" ? new Set(shown.map((row) => row.id)) : null;
+      const isChosen = !["auto", "all"].includes(store.view.shown || "auto");
+      const ids = isChosen ? new Set(chosen.map((row) => row.id)) : null;
       let runs = 0;
       const some = groups
-        .map((group) => ({ ...group, rows: chosen ? group.rows.filter((row) => chosen.has(row.id)) : group.rows }))
+        .map((group) => ({ ...group, rows: ids ? group.rows.filter((row) => ids.has(row.id)) : group.rows }))
         .filter((group) => group.rows.length);
       for (const group of some.slice(0, MAX_GROUPS)) {
         const rows = group.rows.slice(0, Math.max(0, MAX_GROUPED_RUNS - runs));
@@ -280,6 +292,7 @@ class CurvesView {
       if (some.length > MAX_GROUPS) leftOut = `${MAX_GROUPS} of ${some.length} groups are drawn; tick runs to choose`;
       else if (all > runs) leftOut = `${runs} of ${all} runs are in the groups drawn; filter to have fewer`;
     } else {
+      if (chosen.length > shown.length) leftOut = `${shown.length} of ${formatCount(chosen.length, "run")} are drawn; filter to have fewer`;
       const names = countBy(shown, (row) => row.name);
       for (const row of shown) {
         const name = names.get(row.name) > 1 ? `${row.name} (${getRootName(store, row)})` : row.name;
@@ -494,11 +507,24 @@ class CurvesView {
   setZoom(range, isFinal) {
     this.zoom = range && this.limitZoom(range);
     this.reset.disabled = !this.zoom;
-    for (const panel of this.visiblePanels) panel.draw();
+    this.drawPanels(!isFinal);
     clearTimeout(this.zoomTimer);
-    this.zoomTimer = setTimeout(() => this.ask(0), isFinal ? 0 : ZOOM_DEBOUNCE_MS);
+    this.zoomTimer = setTimeout(() => this.settle(isFinal), isFinal ? 0 : ZOOM_DEBOUNCE_MS);
     clearTimeout(this.addressTimer);
     this.addressTimer = setTimeout(() => this.writeZoom(), isFinal ? 0 : ADDRESS_DEBOUNCE_MS);
+  }
+
+  drawPanels(isMoving) {
+    for (const panel of this.visiblePanels) {
+      panel.chart.isMoving = isMoving;
+      panel.draw();
+    }
+  }
+
+  /** The hand rests: draw everything, and ask for finer points. */
+  settle(isDrawn) {
+    if (!isDrawn) this.drawPanels(false);
+    this.ask(0);
   }
 
   limitZoom([from, to]) {

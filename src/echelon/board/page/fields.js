@@ -147,3 +147,37 @@ export function drawColourLegend(name, colouring, format) {
   const bar = h("i", { class: "sc-ramp", style: { background: `linear-gradient(90deg, ${stops.join(",")})` } });
   return h("span", { class: "sc-scale" }, h("b", {}, name), ends[0], bar, ends[1]);
 }
+
+/** Return a function that calls `fn` at once, and at most once in so many milliseconds; its last call is not lost. */
+function limitRate(fn, interval_ms) {
+  let timer = 0;
+  let last = -Infinity;
+  const call = () => {
+    timer = 0;
+    last = performance.now();
+    fn();
+  };
+  const limited = () => {
+    const wait_ms = last + interval_ms - performance.now();
+    if (timer) return;
+    if (wait_ms <= 0) call();
+    else timer = setTimeout(call, wait_ms);
+  };
+  limited.stop = () => clearTimeout(timer);
+  return limited;
+}
+
+/** Return what a view module returns: all rows are looked at for a chart, so their changes count once a second. */
+export function mountLimited(view) {
+  const refreshLater = limitRate(() => view.refresh(), 1000);
+  return {
+    update: (kind) => {
+      if (kind === "rows") refreshLater();
+      else if (kind === "view" || kind === "theme") view.refresh();
+    },
+    unmount: () => {
+      refreshLater.stop();
+      view.unmount();
+    },
+  };
+}

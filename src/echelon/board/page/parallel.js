@@ -4,7 +4,7 @@
 import { getTheme, onTheme } from "./chart.js";
 import { getJson } from "./api.js";
 import { formatCount, formatG, h } from "./dom.js";
-import { drawColourLegend, getAxisKind, guessResult, listFields, listNames, makeChooser, makeColouring } from "./fields.js";
+import { drawColourLegend, getAxisKind, guessResult, listFields, listNames, makeChooser, makeColouring, mountLimited } from "./fields.js";
 import { formatField } from "./scatter.js";
 
 const MAX_AXES = 12;
@@ -21,7 +21,7 @@ const MAX_WORDS = 40;
 /** Show parallel coordinates. Returns `{update(kind), unmount()}`. */
 export function mount(element, store) {
   const view = new ParallelView(element, store);
-  return { update: () => view.refresh(), unmount: () => view.unmount() };
+  return mountLimited(view);
 }
 
 /** An axis: where a value stands between 0 (bottom) and 1 (top), and what is written beside it. */

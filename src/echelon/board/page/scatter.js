@@ -3,7 +3,7 @@
 import { LineChart, formatTickDuration, getTheme, onTheme, padRange } from "./chart.js";
 import { formatCount, formatNumber, formatTime, h } from "./dom.js";
 import { makeFileName, quoteCell, saveFile } from "./export.js";
-import { drawColourLegend, getAxisKind, guessResult, isMoreBetter, listFields, listNames, makeChooser, makeColouring } from "./fields.js";
+import { drawColourLegend, getAxisKind, guessResult, isMoreBetter, listFields, listNames, makeChooser, makeColouring, mountLimited } from "./fields.js";
 
 /* global uPlot */
 
@@ -14,13 +14,13 @@ const MAX_BARS = 200;
 /** Show the scatter plot. Returns `{update(kind), unmount()}`. */
 export function mount(element, store) {
   const view = new ScatterView(element, store);
-  return { update: () => view.refresh(), unmount: () => view.unmount() };
+  return mountLimited(view);
 }
 
 /** Show bars of one number. Returns `{update(kind), unmount()}`. */
 export function mountBars(element, store) {
   const view = new BarsView(element, store);
-  return { update: () => view.refresh(), unmount: () => view.unmount() };
+  return mountLimited(view);
 }
 
 /** Return a value of an axis as text. */
