@@ -10,21 +10,21 @@ const LABEL_PX = 74;
 const NARROW_LABEL_PX = 8;
 const MARK_PX = 9; // marks that are nearer are drawn as one with a number
 const SHOWN_EVENTS = 300;
+const STAGE_PADDING_PX = 4;
 const LEAST_SPAN_S = 0.5;
+const SCROLL_REST_MS = 300;
 const TICKS_S = [
   0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800,
   1209600, 2592000, 7776000, 31536000,
 ];
-const LOSSES = new Set(["fault", "failed", "failure", "lost", "killed", "machine", "error"]);
+const RATES = {
+  fault: "bad", lost: "bad", hang: "bad", machine: "bad", slow: "warn", stop: "warn", left: "warn", return: "warn",
+  finished: "good", snapshot: "good", ok: "good", joined: "good",
+};
 
 /** Return the class by which an event is coloured: what went wrong, what is slow, what is good news. */
-function rateEvent(kind, text = "") {
-  const word = String(kind).toLowerCase();
-  if (LOSSES.has(word) || /fail|lost|kill|fault|error|hang|crash/.test(word)) return "bad";
-  if (/slow|restart|requeue|stop|preempt|redo|left|round/.test(word)) return "warn";
-  if (word === "stop" && /finish/.test(text)) return "good";
-  if (/best|finish|snapshot|save/.test(word)) return "good";
-  return "plain";
+function rateEvent(kind) {
+  return RATES[kind] || "plain";
 }
 
 function svg(tag, attributes, ...children) {
@@ -73,7 +73,7 @@ export function mountTimeline(element) {
     signature = next;
     events = (details.timeline || [])
       .filter((event) => typeof event.t === "number")
-      .map((event, i) => ({ ...event, i, rate: rateEvent(event.kind, event.text) }))
+      .map((event, i) => ({ ...event, i, rate: rateEvent(event.kind) }))
       .sort((a, b) => a.t - b.t);
     phases = (details.phases || []).filter((phase) => typeof phase.started === "number");
     rounds = (details.rounds || details.accounting?.rounds || []).filter((round) => typeof round.began === "number");
@@ -139,7 +139,7 @@ export function mountTimeline(element) {
   // --- the drawing ---
 
   function draw() {
-    const width = Math.max(240, stage.clientWidth);
+    const width = Math.max(240, stage.clientWidth - 2 * STAGE_PADDING_PX);
     const label = width < 520 ? NARROW_LABEL_PX : LABEL_PX;
     const lanes = ["starts", ...(rounds.length ? ["processes"] : []), "events"];
     const height = lanes.length * LANE_PX + AXIS_PX + 10;
@@ -167,7 +167,11 @@ export function mountTimeline(element) {
     chart.replaceChildren(clip, outer, inner);
     chart.setAttribute("aria-label",
       `${phases.length} starts and ${events.length} events from ${formatTime(from, true)} to ${formatTime(to, true)}; they are listed below`);
-    span.textContent = `${formatTime(from, true)} · ${formatDuration(to - from)}`;
+    const before = getShown().filter((event) => event.t < from).length;
+    const after = getShown().filter((event) => event.t > to).length;
+    span.textContent = [
+      before ? `‹ ${before} earlier` : "", `${formatTime(from, true)} · ${formatDuration(to - from)}`, after ? `${after} later ›` : "",
+    ].filter(Boolean).join("  ·  ");
   }
 
   function drawBar(group, x, end, y, height, className, title, text) {
@@ -335,7 +339,13 @@ export function mountTimeline(element) {
     return from + ((clientX - box.left - label) / (box.width - label - 10)) * (to - from);
   };
   let drag = null;
+  let scrolledAt = -1e9;
+  const onScroll = () => {
+    scrolledAt = performance.now();
+  };
+  document.addEventListener("scroll", onScroll, { capture: true, passive: true });
   chart.addEventListener("wheel", (event) => {
+    if (!event.ctrlKey && performance.now() - scrolledAt < SCROLL_REST_MS) return; // the page is being scrolled past it
     if (!event.ctrlKey && !event.shiftKey && Math.abs(event.deltaX) < Math.abs(event.deltaY) && !range && event.deltaY > 0) return;
     event.preventDefault();
     if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan((event.deltaX || event.deltaY) / 800);
@@ -394,6 +404,7 @@ export function mountTimeline(element) {
     setDetails,
     unmount() {
       observer.disconnect();
+      document.removeEventListener("scroll", onScroll, { capture: true });
       element.replaceChildren();
     },
   };
