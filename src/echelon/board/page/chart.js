@@ -141,7 +141,8 @@ export function smoothCurve(x, mean, tau, isLog) {
   if (n === 0) return result;
   const values = isLog ? takeLogs(mean) : mean;
   const forth = new Float64Array(n);
-  const usual = n > 1 ? Math.max((x[n - 1] - x[0]) / (n - 1), 1e-300) : 1;
+  const start = x.find(Number.isFinite);
+  const usual = n > 1 ? Math.max((x[n - 1] - start) / (n - 1), 1e-300) : 1;
   averageExponentially(x, values, tau, usual, forth, 1);
   averageExponentially(x, values, tau, usual, result, -1);
   for (let i = 0; i < n; i++) {
@@ -158,7 +159,8 @@ function averageExponentially(x, values, tau, usual, result, direction) {
   let before = NaN;
   for (let k = 0; k < n; k++) {
     const i = direction > 0 ? k : n - 1 - k;
-    const gap = k ? Math.abs(x[i] - before) : usual;
+    const distance = Math.abs(x[i] - before);
+    const gap = Number.isFinite(distance) ? distance : usual;
     before = x[i];
     const kept = Math.exp(-gap / tau);
     if (values[i] === values[i]) {

@@ -131,7 +131,7 @@ class CurvesView {
     this.search = h("input", {
       class: "cv-search",
       type: "search",
-      placeholder: "Search metrics",
+      placeholder: "Search",
       "aria-label": "Search metrics",
       oninput: () => this.set({ mq: this.search.value || null }),
     });
@@ -758,17 +758,16 @@ class Panel {
     this.chart.setOptions({ xKind, logX, logY });
     const smooth = owner.smoothing;
     const curves = this.collectCurves();
-    const tau = smooth ? chooseTau(curves, smooth) : 0;
     this.lines = [];
     for (const series of owner.series) {
       const mine = series.rows.map((row) => curves.get(row.id)).filter(Boolean);
       if (!mine.length) continue;
       const base = { id: series.id, name: series.name, colour: series.colour, dash: series.dash };
       if (series.isGroup) {
-        const line = makeBand(mine, owner.xRange, this.pixels, { tau, logX, logY, band });
+        const line = makeBand(mine, owner.xRange, this.pixels, { smooth, logX, logY, band });
         if (line) this.lines.push({ ...base, ...line, isExact: false });
       } else {
-        this.lines.push({ ...base, ...this.smooth(mine[0], tau, logY) });
+        this.lines.push({ ...base, ...this.drawRun(mine[0], { smooth, logX, logY }) });
       }
     }
     this.chart.setLines(this.lines);
@@ -787,15 +786,10 @@ class Panel {
     return curves;
   }
 
-  smooth(points, tau, logY) {
-    const common = { x: points.x, isExact: points.exact, count: points.count, mean: points.mean, raw: points.y };
-    if (!tau || points.n < 3) return { ...common, y: points.y, pale: null, points: points.n <= 400 };
-    let known = points.smoothed;
-    if (!known || known.tau !== tau || known.logY !== logY) {
-      known = { tau, logY, y: smoothCurve(points.x, points.mean, tau, logY) };
-      points.smoothed = known;
-    }
-    return { ...common, y: known.y, pale: points.y, points: false };
+  drawRun(points, options) {
+    const common = { x: points.x, isExact: points.exact };
+    if (!options.smooth || points.n < 3) return { ...common, y: points.y, pale: null, points: points.n <= 400 };
+    return { ...common, y: smoothPoints(points, options), pale: points.y, points: false };
   }
 
   /** Draw with the ranges of now. */
@@ -1000,20 +994,25 @@ class Panel {
 
 // --- smoothing and bands ---
 
-/** Return the half-life of smoothing in x: that of an exponential average over the points of the longest curve, or
- * over a thousandth of it where it has more points. It is the same at every zoom. */
-function chooseTau(curves, smooth) {
-  let spacing = 0;
-  for (const { x, n, count, first_x, last_x } of curves.values()) {
-    const length = (last_x ?? x[n - 1]) - (first_x ?? x[0]);
-    spacing = Math.max(spacing, length / Math.min(1000, Math.max(1, (count || n) - 1)));
-  }
-  return spacing > 0 ? -spacing / Math.log(smooth) : 0;
+/** Return the smoothed values of a curve. The half-life is that of an exponential average over its points, or over
+ * thousandths of its length where it has more points, so it is the same at every zoom; on a logarithmic axis it is
+ * one of the logarithms. */
+function smoothPoints(points, { smooth, logX, logY }) {
+  const key = `${smooth} ${logX} ${logY}`;
+  if (points.smoothed && points.smoothed.key === key) return points.smoothed.y;
+  const { x, n, count, first_x, last_x } = points;
+  const at = (v) => (logX ? Math.log10(v) : v);
+  const first = [first_x ?? x[0], x[0], ...x.subarray(0, 3)].find((v) => !logX || v > 0) ?? 1;
+  const length = at(last_x ?? x[n - 1]) - at(first);
+  const tau = -length / Math.min(1000, Math.max(1, (count || n) - 1)) / Math.log(smooth);
+  const y = tau > 0 ? smoothCurve(logX ? x.map((v) => Math.log10(v)) : x, points.mean, tau, logY) : points.mean;
+  points.smoothed = { key, y };
+  return y;
 }
 
 /** Return the mean line of several curves on a common grid of x and the band around it: lowest to highest, or a
  * standard deviation either way. Where a run has ended, the others go on without it. */
-function makeBand(curves, [from, to], pixels, { tau, logX, logY, band }) {
+function makeBand(curves, [from, to], pixels, { smooth, logX, logY, band }) {
   const n = Math.max(2, Math.min(600, Math.round(pixels / 2)));
   const [a, b] = logX ? [Math.log10(from), Math.log10(to)] : [from, to];
   const grid = Float64Array.from({ length: n }, (_, i) => {
@@ -1027,7 +1026,7 @@ function makeBand(curves, [from, to], pixels, { tau, logX, logY, band }) {
   const high = new Float64Array(n).fill(-Infinity);
   const slack = (to - from) / n;
   for (const points of curves) {
-    const values = tau && points.n > 2 ? smoothCurve(points.x, points.mean, tau, logY) : points.mean;
+    const values = smooth && points.n > 2 ? smoothPoints(points, { smooth, logX, logY }) : points.mean;
     for (let i = 0; i < n; i++) {
       const v = interpolate(points.x, values, grid[i], slack);
       if (v !== v) continue;
@@ -1037,7 +1036,7 @@ function makeBand(curves, [from, to], pixels, { tau, logX, logY, band }) {
       if (v < low[i]) low[i] = v;
       if (v > high[i]) high[i] = v;
     }
-    if (!tau) widenToExtremes(points, grid, low, high);
+    if (!smooth) widenToExtremes(points, grid, low, high);
   }
   const y = new Float64Array(n);
   for (let i = 0; i < n; i++) {

@@ -334,12 +334,11 @@ class BarsView {
     this.order = h("select", { "aria-label": "Order", onchange: () => store.setView({ order: this.order.value === "best" ? null : "table" }, { replace: true }) });
     this.order.append(h("option", { value: "best" }, "Best first"), h("option", { value: "table" }, "As in the table"));
     this.note = h("p", { class: "cv-notes", role: "status" });
-    this.caption = h("caption", { class: "cv-hidden" });
     this.list = h("tbody");
     const csv = h("button", { type: "button", class: "cv-button", onclick: () => this.saveCsv() }, "CSV");
     const bar = h("div", { class: "cv-bar", role: "toolbar", "aria-label": "Bars" }, this.chooser.element, this.order, this.base, h("span", { class: "cv-room" }), csv);
-    const table = h("table", { class: "sc-bars" }, this.caption, this.list);
-    element.replaceChildren(h("section", { class: "sc-view", "aria-label": "Bars" }, bar, h("figure", { class: "cv-panel" }, table), this.note));
+    this.table = h("table", { class: "sc-bars" }, this.list);
+    element.replaceChildren(h("section", { class: "sc-view", "aria-label": "Bars" }, bar, h("figure", { class: "cv-panel" }, this.table), this.note));
     this.unwatch = onTheme(() => this.refresh());
     this.refresh();
   }
@@ -389,7 +388,7 @@ class BarsView {
   }
 
   draw(all, isMore) {
-    const { items, name } = this;
+    const { items, name, store } = this;
     const ends = items.flatMap((item) => [item.value, item.low ?? item.value, item.high ?? item.value]);
     const top = ends.reduce((a, b) => Math.max(a, b), -Infinity);
     const bottom = ends.reduce((a, b) => Math.min(a, b), Infinity);
@@ -400,7 +399,7 @@ class BarsView {
     const origin = toShare(isFromZero ? 0 : low);
     const best = items.length ? items.reduce((a, b) => (b.value > a.value === isMore ? b : a)) : null;
     this.list.replaceChildren(...items.map((item) => this.drawBar(item, toShare, origin, item === best)));
-    this.caption.textContent = `${name} of ${formatCount(items.length, "run")}`;
+    this.table.setAttribute("aria-label", `${name} of ${formatCount(items.length, store.getGroups() ? "group" : "run")}`);
     const notes = [];
     if (!items.length) notes.push(`No run that is listed has ${name}.`);
     else if (this.missing) notes.push(`${formatCount(this.missing, "run")} ${this.missing === 1 ? "has" : "have"} no ${name}`);
