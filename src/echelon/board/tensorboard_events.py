@@ -30,6 +30,7 @@ from echelon.board.crc32c import (
     mask_checksum,
 )
 from echelon.board.protobuf_fields import (
+    MAX_FIELDS,
     Field,
     ProtobufError,
     parse_fields,
@@ -109,8 +110,8 @@ def read_record_batch(file: IO[bytes], offset: int, size: int) -> RecordBatch:
             faults.append("a damaged record")
     if is_damaged and not found:
         following = _find_record(file, offset + 1, size)
-        if following is not None:
-            return RecordBatch([], following, [f"{following - offset:,} bytes without a record"])
+        if following < size:  # else what is there may not be written yet
+            return RecordBatch([], following, ["damage between records"])
     return RecordBatch(records, offset + at, faults)
 
 
@@ -138,29 +139,40 @@ def _parse_header(data: bytes, at: int) -> int | None:
     return int.from_bytes(length, "little")
 
 
-def _find_record(file: IO[bytes], start: int, size: int) -> int | None:
-    """Return where the next record begins after damage, by the checksum of its length."""
-    import numpy as np
-
+def _find_record(file: IO[bytes], start: int, size: int) -> int:
+    """Return where the next record begins after damage, by the checksum of its length; where
+    there is none so far, the end of what was searched."""
     stop = min(size, start + _SEARCH_BYTES)
     for begin in range(start, stop, 1 << 20):
         file.seek(begin)
-        data = np.frombuffer(file.read((1 << 20) + _HEADER_BYTES - 1), np.uint8)
-        if len(data) < _HEADER_BYTES:
-            return None
-        windows = np.lib.stride_tricks.sliding_window_view(data, _HEADER_BYTES)
-        # Lengths have four zero bytes at their end, and are not zero.
-        likely = ~windows[:, 4:8].any(axis=1) & windows[:, :4].any(axis=1)
-        indices = np.flatnonzero(likely)
-        headers = windows[indices]
-        checksums = compute_checksums_of_headers(headers[:, :8]).tolist()
-        for index, header, checksum in zip(indices.tolist(), headers, checksums, strict=True):
-            text = header.tobytes()
-            if struct.pack("<I", mask_checksum(checksum)) != text[8:]:
-                continue
-            if begin + index + _FRAME_BYTES + int.from_bytes(text[:8], "little") <= size:
-                return int(begin + index)
-    return None
+        data = file.read((1 << 20) + _HEADER_BYTES - 1)
+        for index in _find_headers(data):
+            length = int.from_bytes(data[index : index + 8], "little")
+            if begin + index + _FRAME_BYTES + length <= size:
+                return begin + index
+    return stop
+
+
+def _find_headers(data: bytes) -> list[int]:
+    """Return where lengths with fitting checksums are. None of a record is 0, or needs more than
+    four of its eight bytes."""
+    import numpy as np
+
+    array = np.frombuffer(data, np.uint8)
+    count = len(array) - _HEADER_BYTES + 1
+    if count <= 0:
+        return []
+    is_zero = array == 0
+    parts = [is_zero[i : i + count] for i in range(8)]
+    is_likely = parts[4] & parts[5] & parts[6] & parts[7]
+    is_likely &= ~(parts[0] & parts[1] & parts[2] & parts[3])
+    indices = np.flatnonzero(is_likely)
+    headers = np.lib.stride_tricks.sliding_window_view(array, _HEADER_BYTES)[indices]
+    checksums = compute_checksums_of_headers(headers[:, :8]).astype(np.uint64)
+    masked = ((checksums >> 15 | checksums << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    stated = np.ascontiguousarray(headers[:, 8:]).view("<u4").ravel()
+    found: list[int] = indices[masked == stated].tolist()
+    return found
 
 
 # --- events ---
@@ -230,6 +242,8 @@ def parse_event(data: bytes) -> TrainingEvent:
             step = read_integer(field)
         elif number == 5:
             values += [_parse_value(read_bytes(f)) for n, f in read_message(field) if n == 1]
+            if len(values) > MAX_FIELDS:
+                raise ProtobufError("an event of more values than a message may have fields")
         elif number == 7:
             session = next((read_integer(f) for n, f in read_message(field) if n == 1), 0)
     return TrainingEvent(moment, step, values, session)
@@ -310,6 +324,7 @@ _TENSOR_TYPES = {
 }
 """By their numbers in TensorFlow, as the module struct names them."""
 _HALF, _BFLOAT16, _STRING = 19, 14, 7
+_MAX_DIMENSIONS = 32
 _INTEGER_FIELDS = (7, 10, 11, 16, 17)
 
 
@@ -350,6 +365,8 @@ def _parse_shape(field: Field) -> tuple[int, ...]:
         if number == 2:
             found = (read_integer(f) for n, f in read_message(dimension) if n == 1)
             sizes.append(max(0, next(found, 0)))
+            if len(sizes) > _MAX_DIMENSIONS:
+                raise ProtobufError("a tensor of too many dimensions")
     return tuple(sizes)
 
 
