@@ -55,9 +55,10 @@ def show_run(request: Request) -> Response:
          "command": text or null, that starts the same training as a new run
          "resume_command": text or null, "cancel_command": text or null (of one that is active),
          "logs_command": text,
-         "code": {"entry", "folder"?, "commit"?, "files"?, "bytes"?} (the last ones where the run
+         "code": {"entry", "commit"?, "folder"?, "files"?, "bytes"?} (the last three where the run
                  was submitted with a copy of its code),
-         "environment": {"setup"?: [lines], "builder"?, "files"?, "folder"?},
+         "environment": {"command"?, "typed in"?, "python"?, "executable"?, "echelon"?: of the last
+                 start, "setup"?: [lines], "builder"?, "files"?, "folder"?},
          "machines": [{"host", "launcher", "job", "nodes", "processes", "since", "losses"}],
          "timeline": [{"t", "kind", "text", "step"}] the oldest first; kinds: start train stop
                  finished fault lost joined left slow ok machine return hang snapshot,
@@ -167,7 +168,11 @@ def _make_commands(record: RunRecord) -> dict[str, str | None]:
 
 
 def _describe_code(record: RunRecord) -> dict[str, Any]:
+    from echelon.runs.start_record import read_start_command
+
     found: dict[str, Any] = {"entry": record.entry_point or None}
+    if commit := read_start_command(record.run).get("commit"):
+        found["commit"] = commit
     source = _read_submission(record).get("source")
     if isinstance(source, dict):
         known = ("folder", "commit", "files", "bytes", "size_bytes")
@@ -178,7 +183,12 @@ def _describe_code(record: RunRecord) -> dict[str, Any]:
 
 
 def _describe_environment(record: RunRecord) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    from echelon.runs.start_record import read_start_command
+
+    start = read_start_command(record.run)
+    names = {"command": "command", "folder": "typed in"}
+    names |= {name: name for name in ("python", "executable", "echelon")}
+    found: dict[str, Any] = {shown: start[n] for n, shown in names.items() if start.get(n)}
     if setup := record.get_section("launch").get("setup"):
         found["setup"] = setup
     environment = _read_submission(record).get("environment")

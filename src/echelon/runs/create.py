@@ -20,6 +20,7 @@ from echelon.runs.latest import point_latest_to
 from echelon.runs.metrics_file import read_first_metrics
 from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import METRICS_FILE, RUN_FILES, STATUS_FILE, Run
+from echelon.runs.start_record import record_start_command
 from echelon.runs.trusted_code import require_trusted_folder
 from echelon.runs.writer import claim_run_folder, release_run_folder
 from echelon.snapshot.layout import (
@@ -81,6 +82,7 @@ def _set_up_folder(run: Run, config: Config, is_snapshot_here: bool) -> None:
     # 3. What an earlier start of the run left would be read as the end of this one.
     run.command_file.unlink(missing_ok=True)
     clear_last_end(run)
+    record_start_command(run, config)
     # 4. Its status, so that lists show it while torch is imported; the launcher completes it.
     run.update_status(**make_starting_status(config.launch.kind, None, None))
     # 5. Last, so that `latest` never names a run that was refused. A training has to make a step

@@ -76,6 +76,11 @@ class Run:
         return self.folder / HISTORY_FILE
 
     @property
+    def start_file(self) -> Path:
+        """The command of the last start, and the version of the code. See `runs.start_record`."""
+        return self.folder / "start.json"
+
+    @property
     def bad_samples_file(self) -> Path:
         """The samples that the run has skipped (`trainer.bad_samples=skip`), a line each."""
         return self.folder / "bad_samples.jsonl"
