@@ -52,7 +52,7 @@ class PyramidCache:
         pyramid = self._open(run)
         try:
             pyramid.look()
-            if self._builds.is_pending(run):
+            if not pyramid.pending_bytes or self._builds.is_pending(run):
                 return pyramid
             if pyramid.pending_bytes > MAX_FLUSH_BYTES:
                 if not pyramid.is_in_memory:

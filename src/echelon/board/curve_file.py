@@ -23,7 +23,7 @@ import struct
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,8 +55,8 @@ _TYPES = (np.dtype("<f8"), np.dtype("<f4"))
 _MAX_FACTS = 1 << 28
 SEGMENT_RECORDS = 8192
 """In a segment at most. Reading one number takes reading its segment once."""
-_CACHED_BYTES = 64 << 20
-"""Of segments that were read, of all runs."""
+_CACHED_BYTES = 96 << 20
+"""Of upper levels, of all runs. The operating system keeps what was read of the others."""
 
 
 class DamagedCurvesError(Exception):
@@ -204,29 +204,35 @@ class CurveFile:
             found = self._levels[series, level] = Level(self, level, entries)
         return found
 
-    def read_segment(self, entry: np.void, level: int) -> Floats:
-        """Return the records of a segment; raises DamagedCurvesError if they are not those that
-        were written."""
+    def read_segment(self, entry: np.void, level: int, first: int, stop: int) -> Floats:
+        """Return records of a segment; raises DamagedCurvesError if they are not those that were
+        written."""
         columns = RAW_COLUMNS if level == 0 else BUCKET_COLUMNS
-        split, count = STEP_COLUMNS[columns], int(entry["count"])
-        records = np.empty((columns, count))
-        records[:split] = self._read_columns(entry, "steps", split, count)
-        records[split:] = self._read_columns(entry, "values", columns - split, count)
+        split = STEP_COLUMNS[columns]
+        records = np.empty((columns, stop - first))
+        self._read_columns(entry, "steps", records[:split], first)
+        self._read_columns(entry, "values", records[split:], first)
         return records
 
-    def _read_columns(self, entry: np.void, part: str, columns: int, count: int) -> NDArray[Any]:
+    def _read_columns(self, entry: np.void, part: str, records: Floats, first: int) -> None:
+        """Fill in records from a number on."""
         position, type_code = int(entry[f"{part}_at"]), int(entry[f"{part}_type"])
         if type_code >= len(_TYPES):
             raise DamagedCurvesError
-        size = columns * count * _TYPES[type_code].itemsize
-        data = os.pread(self._handle, size, position)
-        if len(data) < size:
-            raise DamagedCurvesError
+        count, number_type = int(entry["count"]), _TYPES[type_code]
+        columns, wanted = records.shape
         if position not in self._checked:
+            data = os.pread(self._handle, columns * count * number_type.itemsize, position)
             if zlib.crc32(data) != int(entry[f"{part}_crc"]):
                 raise DamagedCurvesError
             self._checked.add(position)
-        return np.frombuffer(data, _TYPES[type_code]).reshape(columns, count)
+        size = wanted * number_type.itemsize
+        for column in range(columns):
+            at = position + (column * count + first) * number_type.itemsize
+            data = os.pread(self._handle, size, at)
+            if len(data) < size:
+                raise DamagedCurvesError
+            records[column] = np.frombuffer(data, number_type)
 
 
 class Level:
@@ -239,65 +245,81 @@ class Level:
 
     def take(self, numbers: NDArray[np.int64]) -> Floats:
         """Return the records of these numbers, which ascend, as an array of columns."""
+        if not len(numbers):
+            return np.empty((RAW_COLUMNS if self._level == 0 else BUCKET_COLUMNS, 0))
+        if self.count <= SEGMENT_RECORDS and self._level:
+            return _pick_columns(self._load_all(), numbers)
         bounds = np.searchsorted(numbers, self._starts)
         parts = []
-        for i in np.flatnonzero(bounds[1:] > bounds[:-1]).tolist():
+        for i in (bounds[1:] > bounds[:-1]).nonzero()[0].tolist():
             own = numbers[bounds[i] : bounds[i + 1]] - self._starts[i]
-            records = self._load(i)
-            first, last = int(own[0]), int(own[-1])
-            is_range = last - first + 1 == len(own)
-            parts.append(records[:, first : last + 1] if is_range else records[:, own])
-        if len(parts) == 1:
-            return parts[0]
-        columns = RAW_COLUMNS if self._level == 0 else BUCKET_COLUMNS
-        return np.concatenate(parts, axis=1) if parts else np.empty((columns, 0))
+            first, stop = int(own[0]), int(own[-1]) + 1
+            records = self._file.read_segment(self._entries[i], self._level, first, stop)
+            parts.append(_pick_columns(records, own - first))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def take_range(self, first: int, stop: int) -> Floats:
         """Return the records from a number to before another."""
         return self.take(np.arange(first, max(first, stop)))
 
-    def _load(self, segment: int) -> Floats:
-        entry = self._entries[segment]
-        return _segment_cache.get(self._file, entry, self._level)
+    def _load_all(self) -> Floats:
+        """Return all records. They are kept, for the upper levels are needed by every picture."""
+
+        def read_all() -> Floats:
+            parts = [
+                self._file.read_segment(entry, self._level, 0, int(entry["count"]))
+                for entry in self._entries
+            ]
+            return np.concatenate(parts, axis=1)
+
+        # The last segment is in this level alone, and another frame would bring another one.
+        return _upper_levels.get(self._file, int(self._entries[-1]["values_at"]), read_all)
 
 
-class _SegmentCache:
-    """The segments that were read last, of all files, up to a size."""
+def _pick_columns(records: Floats, numbers: NDArray[np.int64]) -> Floats:
+    first, last = int(numbers[0]), int(numbers[-1])
+    is_range = last - first + 1 == len(numbers)
+    return records[:, first : last + 1] if is_range else records[:, numbers]
+
+
+class _LevelCache:
+    """The levels that were read last, of all files, up to a size."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._segments: OrderedDict[tuple[int, int], tuple[CurveFile, Floats]] = OrderedDict()
+        self._records: OrderedDict[tuple[int, int], tuple[CurveFile, Floats]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, file: CurveFile, entry: np.void, level: int) -> Floats:
-        key = (id(file), int(entry["values_at"]))
+    def get(self, file: CurveFile, position: int, read: Callable[[], Floats]) -> Floats:
+        """Return the records that are known by a position in a file, or read them."""
+        key = (id(file), position)
         with self._lock:
-            if (found := self._segments.get(key)) is not None:
-                self._segments.move_to_end(key)
+            if (found := self._records.get(key)) is not None:
+                self._records.move_to_end(key)
                 return found[1]
-        records = file.read_segment(entry, level)
+        records = read()
         with self._lock:
-            if key not in self._segments:
-                self._segments[key] = (file, records)  # holding the file keeps its id taken
+            if key not in self._records:
+                self._records[key] = (file, records)  # holding the file keeps its id taken
                 self._bytes += records.nbytes
             while self._bytes > self._max_bytes:
-                self._bytes -= self._segments.popitem(last=False)[1][1].nbytes
+                self._bytes -= self._records.popitem(last=False)[1][1].nbytes
         return records
 
     def forget(self, file: CurveFile) -> None:
         """Drop what was read of a file that nobody draws from any more."""
         with self._lock:
-            for key in [key for key in self._segments if key[0] == id(file)]:
-                self._bytes -= self._segments.pop(key)[1].nbytes
+            for key in [key for key in self._records if key[0] == id(file)]:
+                self._bytes -= self._records.pop(key)[1].nbytes
 
 
-_segment_cache = _SegmentCache(_CACHED_BYTES)
+_upper_levels = _LevelCache(_CACHED_BYTES)
 
 
 def forget_segments(file: CurveFile) -> None:
     """Drop what is in memory of a file, so that it can be closed."""
-    _segment_cache.forget(file)
+    _upper_levels.forget(file)
 
 
 # --- writing ---

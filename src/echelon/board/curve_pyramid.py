@@ -1,4 +1,4 @@
-"""All metrics of one run as pyramids: points, and the lowest, highest and mean of 16, 256 and 4096.
+"""All metrics of one run as pyramids: points, and buckets of 16 to 4096 of them.
 
 A pyramid follows metrics.jsonl as a list of runs does (`runs.metrics_file`): it reads only what was
 added, and notices by a checksum of the last bytes that a resumed run has written another file. What
@@ -33,16 +33,17 @@ from echelon.utils.trust import make_trusted_folder
 
 Floats = NDArray[np.float64]
 
-FACTOR = 16
-LEVELS = 3
-"""Above the points. The last has 4096 points a bucket."""
+LEVEL_SIZES = (1, 16, 64, 256, 1024, 4096)
+"""Points of a bucket of each level. Of level 0, the points themselves, to level 1 it is a large
+step, so that buckets are small beside the points; above, small ones, so that a picture needs no
+more than four buckets a pixel."""
 MIN_KEPT_LINES = 4096
 """Fewer are read faster than files are looked after."""
 MAX_LINE_BYTES = 1 << 20
 """As in `runs.metrics_file`: what is longer is no line of metrics, and skipped in such pieces."""
 _BLOCK_BYTES = MAX_LINE_BYTES
 _MIN_FLUSH_BYTES = 1 << 20
-MAX_FLUSH_BYTES = 4 << 20
+MAX_FLUSH_BYTES = 8 << 20
 """Bytes of metrics.jsonl that are in memory alone at most, while their points can be written."""
 POINT_AS_BUCKET = [0, 0, 1, 0, 1, 0, 1]
 """The columns of a bucket, from those of a point."""
@@ -92,7 +93,7 @@ class SeriesView:
         self.lowest_step, self.highest_step = series.lowest, series.highest
         self._tail = series.get_tail()
         self._stored = series.stored
-        self._levels = [file.get_level(series.number, level) for level in range(LEVELS + 1)]
+        self._levels = [file.get_level(series.number, level) for level in range(len(LEVEL_SIZES))]
         self._counts: list[int] = [self._stored + self._tail.shape[1]]
         self._counts += [level.count for level in self._levels[1:]]
 
@@ -105,19 +106,28 @@ class SeriesView:
         """Return how many points (level 0) or full buckets a level has."""
         return self._counts[level]
 
-    def find_highest_level(self) -> int:
-        """Return the highest level that has a bucket."""
-        return max(level for level, count in enumerate(self._counts) if count or not level)
+    def find_highest_level(self, enough: int = 1) -> int:
+        """Return the highest level that has enough buckets; 0 if none has."""
+        return max(
+            level for level, count in enumerate(self._counts) if count >= enough or not level
+        )
 
-    def list_rest(self, level: int) -> NDArray[np.int64]:
-        """Return the numbers of the records of a level that are in no bucket of the next one."""
-        above = self._counts[level + 1] if level < LEVELS else 0
-        return np.arange(above * FACTOR, self._counts[level])
+    def list_all(self, level: int) -> NDArray[np.int64]:
+        """Return the numbers of all records of a level."""
+        return np.arange(self._counts[level])
+
+    def list_parts(self, level: int, numbers: NDArray[np.int64], lower: int) -> NDArray[np.int64]:
+        """Return the numbers of the records of a lower level that are in the given buckets, and of
+        those after the last full bucket."""
+        factor = LEVEL_SIZES[level] // LEVEL_SIZES[lower]
+        inside = (numbers[:, None] * factor + np.arange(factor)).ravel()
+        rest = np.arange(self._counts[level] * factor, self._counts[lower])
+        return np.concatenate([inside, rest])
 
     def take(self, level: int, numbers: NDArray[np.int64]) -> Floats:
         """Return records by their numbers, which ascend: of points step and value, of buckets
         lowest and highest step, lowest value, its step, highest value, its step, mean."""
-        if level or not len(numbers) or numbers[-1] < self._stored:
+        if level or (self._stored and (not len(numbers) or numbers[-1] < self._stored)):
             return self._levels[level].take(numbers)
         split = int(np.searchsorted(numbers, self._stored))
         newest = self._tail[:, numbers[split:] - self._stored]
@@ -427,7 +437,7 @@ class CurvePyramid:
             known_not_finite = self._stored_not_finite.get(series.number, 0)
             if not points.shape[1] and series.not_finite == known_not_finite:
                 continue
-            levels = 0 if key[0] in MEDIA_KINDS else LEVELS
+            levels = 1 if key[0] in MEDIA_KINDS else len(LEVEL_SIZES)
             segments += _derive_segments(file, series, points, levels)
             changed.append(
                 [series.number, points.shape[1], series.not_finite, series.lowest, series.highest]
@@ -466,39 +476,34 @@ def _derive_segments(
     """Return new points and the buckets that they fill, of all levels."""
     segments = [NewSegment(series.number, 0, points)]
     added = points[POINT_AS_BUCKET]
-    for level in range(1, levels + 1):
+    for level in range(1, levels):
+        factor = LEVEL_SIZES[level] // LEVEL_SIZES[level - 1]
         below = file.get_level(series.number, level - 1)
         filled = file.get_level(series.number, level).count
-        open_ones = below.take_range(filled * FACTOR, below.count)
+        open_ones = below.take_range(filled * factor, below.count)
         if level == 1:
             open_ones = open_ones[POINT_AS_BUCKET]
         children = np.concatenate([open_ones, added], axis=1)
-        full = children.shape[1] // FACTOR
+        full = children.shape[1] // factor
         if not full:
             break
-        added = merge_buckets(children[:, : full * FACTOR])
+        added = merge_buckets(children[:, : full * factor], factor)
         segments.append(NewSegment(series.number, level, added))
     return segments
 
 
-def merge_buckets(buckets: Floats) -> Floats:
-    """Return every 16 buckets as one. Of equal lowest or highest values the first counts."""
-    first, *others = (buckets[:, i::FACTOR] for i in range(FACTOR))
+def merge_buckets(buckets: Floats, factor: int) -> Floats:
+    """Return every so many buckets as one. Of equal lowest or highest values the first counts."""
+    first, *others = (buckets[:, i::factor] for i in range(factor))
     merged: Floats = first.copy()
-    merged[6] /= FACTOR
+    merged[6] /= factor
     for other in others:
         np.minimum(merged[0], other[0], out=merged[0])
         np.maximum(merged[1], other[1], out=merged[1])
         np.copyto(merged[2:4], other[2:4], where=other[2] < merged[2])
         np.copyto(merged[4:6], other[4:6], where=other[4] > merged[4])
-        merged[6] += other[6] / FACTOR  # a sum of large values would overflow
+        merged[6] += other[6] / factor  # a sum of large values would overflow
     return merged
-
-
-def list_children(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the numbers of the records that are in buckets, one level lower."""
-    children: NDArray[np.int64] = (numbers[:, None] * FACTOR + np.arange(FACTOR)).ravel()
-    return children
 
 
 def list_places(run: Run) -> list[Path]:

@@ -22,13 +22,7 @@ from numpy.typing import NDArray
 
 from echelon.board.curve_builds import PyramidCache
 from echelon.board.curve_file import DamagedCurvesError
-from echelon.board.curve_pyramid import (
-    FACTOR,
-    POINT_AS_BUCKET,
-    CurvePyramid,
-    SeriesView,
-    list_children,
-)
+from echelon.board.curve_pyramid import LEVEL_SIZES, CurvePyramid, SeriesView
 from echelon.board.curve_scale import AXES, AxisScale, build_scale
 from echelon.board.line_columns import NUMBER
 from echelon.board.request import BYTES_TYPE, Request, RequestError, Response, Route
@@ -40,6 +34,8 @@ Floats = NDArray[np.float64]
 
 _READ_S = 0.25
 """For new lines, in one request. What is not read by then comes with the next one."""
+_MAX_FACTOR = 256
+"""So many children of a bucket are looked at, to find one of them."""
 _MAX_WIDTH = 20_000
 _MAX_CURVES = 2_000
 pyramids = PyramidCache()
@@ -153,109 +149,147 @@ class _Window:
 
 
 class _Pieces(NamedTuple):
-    """The records of a window, each in one pixel or so."""
+    """Points and buckets of a window, each in one pixel or so, as columns."""
 
     begins: Floats
     """Where they begin on the axis."""
-    records: Floats
-    """As buckets; see `SeriesView.take`."""
+    low_values: Floats
+    low_steps: Floats
+    high_values: Floats
+    high_steps: Floats
+    means: Floats
     points: Floats
     """How many each has."""
-    last: Floats
-    """Step and value of the last point of the window."""
-    neighbours: Floats
-    """Steps and values of the points next to the window, on both sides."""
+
+
+_Point = list[tuple[float, float]]
+"""Step and value of a point; empty for none."""
+
+
+class _Found(NamedTuple):
+    """What is to be drawn of a window, before pixels are filled."""
+
+    pieces: _Pieces
     is_raw: bool
-    """Whether all of them are points."""
+    """Whether all pieces are points."""
+    last: _Point
+    """The last point of the window."""
+    before: _Point
+    after: _Point
+    """The points next to the window."""
 
 
-def _collect_pieces(series: SeriesView, window: _Window, *, is_whole: bool = False) -> _Pieces:
-    """Return the records of a window, from above: a bucket that is wider than a pixel, or only
+def _collect_pieces(series: SeriesView, window: _Window, *, is_whole: bool = False) -> _Found:
+    """Return the pieces of a window, from above: a bucket that is wider than a pixel, or only
     partly in the window, is replaced by its children. `is_whole` asks for points alone."""
+    convert = window.scale.convert
     level = series.find_highest_level()
-    numbers = series.list_rest(level)
-    begins, kept, points = [], [], []
-    while True:
+    numbers = series.list_all(level)
+    found: list[_Pieces] = []
+    while level:
         records = series.take(level, numbers)
-        if level == 0:
-            records = records[POINT_AS_BUCKET]
-        first, last = window.scale.convert(records[0]), window.scale.convert(records[1])
-        is_before, is_after = last < window.from_x, first > window.to_x
+        low_steps, high_steps = records[0], records[1]
+        first, last = convert(low_steps), convert(high_steps)
         is_inside = (first >= window.from_x) & (last <= window.to_x)
-        nearest = _find_nearest(records, is_before, is_after)
-        if level == 0:
-            begins.append(first[is_inside])
-            kept.append(records[:, is_inside])
-            points.append(np.ones(int(is_inside.sum())))
-            break
-        is_open = ~(is_inside | is_before | is_after)
-        is_open[nearest] = True
-        if is_inside.any():
-            if is_whole:
-                is_open |= is_inside
-            is_open |= is_inside & (window.count_pixels(first, last) > 1)
-            is_open[_find_last(records[1], is_inside)] = True
-        is_kept = is_inside & ~is_open
-        begins.append(first[is_kept])
-        kept.append(records[:, is_kept])
-        points.append(np.full(int(is_kept.sum()), float(FACTOR**level)))
-        level -= 1
-        numbers = np.concatenate([list_children(numbers[is_open]), series.list_rest(level)])
-    ends = [_find_last(records[1], is_inside)] if is_inside.any() else []
-    return _Pieces(
-        np.concatenate(begins),
-        np.concatenate(kept, axis=1),
-        np.concatenate(points),
-        records[1:3, ends],
-        records[1:3, nearest],
-        all(not len(each) for each in points[:-1]),
-    )
+        widths = window.count_pixels(first, last)
+        is_open = is_inside & (is_whole | (widths > 1))
+        lower = 0 if is_whole else _choose_lower_level(level, widths[is_open])
+        # Where the last point is, and the points next to the window.
+        ends = [_find_last(high_steps, is_inside)]
+        if not is_inside.all():
+            is_before, is_after = last < window.from_x, first > window.to_x
+            is_open |= ~(is_inside | is_before | is_after)
+            ends += [_find_last(high_steps, is_before), _find_first(low_steps, is_after)]
+        is_open[[end for end in ends if end is not None]] = True
+        kept = (is_inside & ~is_open).nonzero()[0]
+        if len(kept):
+            _, _, low, low_step, high, high_step, mean = records[:, kept]
+            points = np.full(len(kept), float(LEVEL_SIZES[level]))
+            found.append(_Pieces(first[kept], low, low_step, high, high_step, mean, points))
+        numbers = series.list_parts(level, numbers[is_open], lower)
+        level = lower
+    is_raw = not found
+    points, before, after = _split_points(series.take(0, numbers), window)
+    steps, values = points[0], points[1]
+    found.append(_Pieces(convert(steps), values, steps, values, steps, values, np.ones(len(steps))))
+    pieces = found[0] if is_raw else _Pieces(*map(np.concatenate, zip(*found, strict=True)))
+    last_one = _find_last(steps, np.ones(len(steps), np.bool_))
+    return _Found(pieces, is_raw, _pick_point(points, last_one), before, after)
 
 
-def _find_last(steps: Floats, is_meant: NDArray[np.bool_]) -> int:
-    """Return the index of the highest step; of several the last."""
-    meant = np.flatnonzero(is_meant)
-    reverse = steps[meant][::-1]
-    return int(meant[len(meant) - 1 - int(np.argmax(reverse))])
+def _choose_lower_level(level: int, widths: Floats) -> int:
+    """Return at which level buckets that are so many pixels wide are looked at: where the narrowest
+    of them is about a pixel wide. Without any it is for the sake of some points alone."""
+    factor = 4 * float(widths.min()) if len(widths) else _MAX_FACTOR
+    lower = level - 1
+    while lower and LEVEL_SIZES[level] <= factor * LEVEL_SIZES[lower - 1]:
+        lower -= 1
+    return lower
 
 
-def _find_nearest(
-    records: Floats, is_before: NDArray[np.bool_], is_after: NDArray[np.bool_]
-) -> list[int]:
-    """Return the indices of the records that are nearest to a window on both sides."""
-    found = [_find_last(records[1], is_before)] if is_before.any() else []
-    if is_after.any():
-        after = np.flatnonzero(is_after)
-        found.append(int(after[np.argmin(records[0][after])]))
-    return found
+def _split_points(points: Floats, window: _Window) -> tuple[Floats, _Point, _Point]:
+    """Return the points in a window, and those that are next to it on either side."""
+    steps = points[0]
+    xs = window.scale.convert(steps)
+    is_before, is_after = xs < window.from_x, xs > window.to_x
+    is_inside = ~(is_before | is_after)
+    if is_inside.all():
+        return points, [], []
+    before = _pick_point(points, _find_last(steps, is_before))
+    after = _pick_point(points, _find_first(steps, is_after))
+    return points[:, is_inside], before, after
 
 
-# --- from records to points ---
+def _pick_point(points: Floats, number: int | None) -> _Point:
+    return [] if number is None else [(float(points[0, number]), float(points[1, number]))]
+
+
+def _find_last(steps: Floats, is_meant: NDArray[np.bool_]) -> int | None:
+    """Return the index of the highest step of those that are meant, of several the last."""
+    meant = is_meant.nonzero()[0]
+    if not len(meant):
+        return None
+    own = steps[meant]
+    if own[-1] >= own.max():  # as in every file but those with steps that go back
+        return int(meant[-1])
+    return int(meant[len(meant) - 1 - int(own[::-1].argmax())])
+
+
+def _find_first(steps: Floats, is_meant: NDArray[np.bool_]) -> int | None:
+    """Return the index of the lowest step of those that are meant, of several the first."""
+    meant = is_meant.nonzero()[0]
+    return int(meant[steps[meant].argmin()]) if len(meant) else None
+
+
+# --- from pieces to points ---
 
 
 def _draw_points(series: SeriesView, window: _Window) -> tuple[Floats, Floats, Floats, bool]:
     """Return x, y, the mean around each, and whether these are all points of the window."""
-    pieces = _collect_pieces(series, window)
-    is_exact = float(pieces.points.sum()) <= window.max_points
-    if is_exact and not pieces.is_raw:
-        pieces = _collect_pieces(series, window, is_whole=True)
+    found = _collect_pieces(series, window)
+    is_exact = float(found.pieces.points.sum()) <= window.max_points
+    if is_exact and not found.is_raw:
+        found = _collect_pieces(series, window, is_whole=True)
     if is_exact:
-        steps, values = pieces.records[0], pieces.records[2]
-        means = values
+        steps, values = found.pieces.low_steps, found.pieces.low_values
+        means, ends = values, found.after
     else:
-        steps, values, means = _pick_extremes(pieces, window)
-        last_step, last_value = pieces.last
-        steps, values = np.append(steps, last_step), np.append(values, last_value)
-        means = np.append(means, means[-1])
-    near_steps, near_values = pieces.neighbours
-    steps = np.concatenate([steps, near_steps])
-    values = np.concatenate([values, near_values])
-    means = np.concatenate([means, near_values])
-    if (np.diff(steps) < 0).any():
+        steps, values, means = _pick_extremes(found.pieces, window)
+        ends = found.last + found.after
+    near = np.array(found.before + ends).reshape(-1, 2)
+    split = len(found.before)
+    near_means = near[:, 1].copy()
+    if not is_exact:
+        near_means[split] = means[-1]
+    steps = np.concatenate([near[:split, 0], steps, near[split:, 0]])
+    values = np.concatenate([near[:split, 1], values, near[split:, 1]])
+    means = np.concatenate([near_means[:split], means, near_means[split:]])
+    if (steps[1:] < steps[:-1]).any():
         order = np.argsort(steps, kind="stable")
         steps, values, means = steps[order], values[order], means[order]
-    if not is_exact:
-        is_new = np.append(True, (np.diff(steps) != 0) | (np.diff(values) != 0))
+    if not is_exact:  # the lowest and the highest point of a pixel may be one, or be the last
+        is_new = (steps[1:] != steps[:-1]) | (values[1:] != values[:-1])
+        is_new = np.concatenate([[True], is_new])
         steps, values, means = steps[is_new], values[is_new], means[is_new]
     return window.scale.convert(steps), values, means, is_exact
 
@@ -263,33 +297,40 @@ def _draw_points(series: SeriesView, window: _Window) -> tuple[Floats, Floats, F
 def _pick_extremes(pieces: _Pieces, window: _Window) -> tuple[Floats, Floats, Floats]:
     """Return of every pixel its lowest and highest point in the order of their steps, and for both
     its mean."""
-    pixels = np.floor(window.count_pixels(window.from_x, pieces.begins))
-    pixels = np.clip(pixels, 0, window.pixels - 1).astype(np.int64)
-    records, points = pieces.records, pieces.points
-    if (np.diff(pixels) < 0).any():
+    numbers = window.count_pixels(window.from_x, pieces.begins)
+    # Of 16 bits, which are sorted faster.
+    pixels = np.clip(numbers, 0, window.pixels - 1).astype(np.int16)
+    if (pixels[1:] < pixels[:-1]).any():
         order = np.argsort(pixels, kind="stable")
-        pixels, records, points = pixels[order], records[:, order], points[order]
-    starts = np.flatnonzero(np.append(True, np.diff(pixels)))
-    sizes = np.diff(np.append(starts, len(pixels)))
-    groups = np.repeat(np.arange(len(starts)), sizes)
-    lowest = _find_firsts(records[2], np.minimum.reduceat(records[2], starts), groups)
-    highest = _find_firsts(records[4], np.maximum.reduceat(records[4], starts), groups)
-    weights = points / np.add.reduceat(points, starts)[groups]
-    means = np.add.reduceat(records[6] * weights, starts)
-    low_steps, low_values = records[3, lowest], records[2, lowest]
-    high_steps, high_values = records[5, highest], records[4, highest]
-    is_falling = high_steps < low_steps
-    steps = np.stack([low_steps, high_steps], axis=1)
-    values = np.stack([low_values, high_values], axis=1)
-    steps[is_falling] = steps[is_falling, ::-1]
-    values[is_falling] = values[is_falling, ::-1]
+        pixels, pieces = pixels[order], _Pieces(*(column[order] for column in pieces))
+    is_start = np.concatenate([[True], pixels[1:] != pixels[:-1]])
+    starts = is_start.nonzero()[0]
+    groups = np.cumsum(is_start) - 1
+    lowest = _find_extremes(pieces.low_values, np.minimum, starts, groups)
+    highest = _find_extremes(pieces.high_values, np.maximum, starts, groups)
+    weights = pieces.points / np.add.reduceat(pieces.points, starts)[groups]
+    means = np.add.reduceat(pieces.means * weights, starts)
+    low_steps, high_steps = pieces.low_steps[lowest], pieces.high_steps[highest]
+    low_values, high_values = pieces.low_values[lowest], pieces.high_values[highest]
+    is_rising = low_steps <= high_steps
+    steps, values = np.empty((2, len(starts), 2))
+    np.minimum(low_steps, high_steps, out=steps[:, 0])
+    np.maximum(low_steps, high_steps, out=steps[:, 1])
+    values[:, 0] = np.where(is_rising, low_values, high_values)
+    values[:, 1] = np.where(is_rising, high_values, low_values)
     return steps.ravel(), values.ravel(), np.repeat(means, 2)
 
 
-def _find_firsts(values: Floats, wanted: Floats, groups: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for each group the index of its first value that is the wanted one."""
-    found = np.flatnonzero(values == wanted[groups])
-    firsts: NDArray[np.int64] = found[np.append(True, np.diff(groups[found]) > 0)]
+def _find_extremes(
+    values: Floats, function: np.ufunc, starts: NDArray[np.int64], groups: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return for each group the index of its first value that is its lowest, or highest."""
+    found: NDArray[np.int64] = (values == function.reduceat(values, starts)[groups]).nonzero()[0]
+    if len(found) == len(starts):
+        return found
+    own = groups[found]
+    is_first = np.concatenate([[True], own[1:] != own[:-1]])
+    firsts: NDArray[np.int64] = found[is_first]
     return firsts
 
 
@@ -359,7 +400,7 @@ def _describe_error(error: RequestError | OSError) -> str:
 
 
 def _encode_answer(answer: _Answer) -> Response:
-    arrays: list[Floats] = []
+    arrays: list[bytes | memoryview] = []
     curves = []
     offset = 0
     for run_id, metric, points in answer.curves:
@@ -372,13 +413,13 @@ def _encode_answer(answer: _Answer) -> Response:
                 **{"first_x": points.first_x, "last_x": points.last_x, "lines": points.lines},
             }
         )
-        arrays += [points.x, points.y, points.mean]
+        arrays += [each.data for each in (points.x, points.y, points.mean)]
         offset += 3 * count
     header = {"curves": curves, "faults": answer.faults, "building": answer.building}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(4 + len(text)) % 8)
-    data = np.concatenate(arrays).astype("<f8", copy=False).tobytes() if arrays else b""
-    return Response(len(text).to_bytes(4, "little") + text + data, BYTES_TYPE)
+    body = b"".join([len(text).to_bytes(4, "little"), text, *arrays])
+    return Response(body, BYTES_TYPE)
 
 
 ROUTES: list[Route] = [("GET", "/api/curves", show_curves)]

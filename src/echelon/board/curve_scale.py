@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.board.curve_pyramid import FACTOR, CurvePyramid, SeriesView, list_children
+from echelon.board.curve_pyramid import LEVEL_SIZES, CurvePyramid, SeriesView
 from echelon.board.line_columns import AXIS
 from echelon.runs.curves import estimate_steps_per_epoch
 from echelon.runs.history import RunHistory, read_history
@@ -95,23 +95,21 @@ def build_scale(
 
 def _read_places(series: SeriesView, first: float, last: float) -> tuple[Floats, Floats]:
     """Return steps and values between two steps: all points, or of many the last of each bucket."""
-    level = series.find_highest_level()
-    numbers = series.list_rest(level)
+    level = series.find_highest_level(_MAX_PLACES // 4)
+    numbers = series.list_all(level)
     parts = []
     while True:
         records = series.take(level, numbers)
-        low, high, value = records[[0, 0, 1]] if level == 0 else records[[0, 1, 4]]
+        low, high, value = (records[i] for i in ((0, 1, 4) if level else (0, 0, 1)))
         is_near = (high >= first) & (low <= last)
+        near = numbers[is_near]
+        lower = max(0, level - 1)
+        if level == 0 or len(near) * (LEVEL_SIZES[level] // LEVEL_SIZES[lower]) > _MAX_PLACES:
+            parts.append((high[is_near], value[is_near]))
+            near, lower = near[:0], 0
         if level == 0:
-            parts.append((high[is_near], value[is_near]))
             break
-        level -= 1
-        rest = series.list_rest(level)
-        if is_near.sum() * FACTOR > _MAX_PLACES:
-            parts.append((high[is_near], value[is_near]))
-            numbers = rest
-        else:
-            numbers = np.concatenate([list_children(numbers[is_near]), rest])
+        numbers, level = series.list_parts(level, near, lower), lower
     return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
 
 
@@ -119,10 +117,10 @@ def _make_scale(axis: str, steps: Floats, places: Floats, origin: float) -> Axis
     """Return a scale that rises, whatever the lines say: of equal steps the last counts, and time
     and samples do not go back."""
     steps, places = np.concatenate([[0.0], steps]), np.concatenate([[origin], places])
-    if (np.diff(steps) < 0).any():
+    if (steps[1:] < steps[:-1]).any():
         order = np.argsort(steps, kind="stable")
         steps, places = steps[order], places[order]
-    is_last = np.append(np.diff(steps) > 0, True)
+    is_last = np.concatenate([steps[1:] > steps[:-1], [True]])
     return AxisScale(axis, steps[is_last], np.maximum.accumulate(places[is_last]))
 
 
