@@ -40,7 +40,7 @@ _MAX_TEXT = 1000
 """Characters of a value in a row. The page of one run shows all of it."""
 _MAX_NAMES = 300
 """Settings or metrics in a row."""
-_RECENT_LINES = 40
+_RECENT_LINES = 16
 _TRIAL_NAME = re.compile(r"(.+)-\d+", re.DOTALL)
 _IRRELEVANT_SETTINGS = ("run.name", "run.dir", "rank", "world_size", "master")
 
@@ -387,5 +387,5 @@ def _find_last_change(record: RunRecord) -> float | None:
     """Return when the run last gave a sign of life."""
     updated = record.facts.get_number("updated") or 0.0
     with contextlib.suppress(OSError):
-        updated = max(updated, os.lstat(record.run.metrics_file).st_mtime)
+        updated = max(updated, os.lstat(f"{record.run_status.folder}/metrics.jsonl").st_mtime)
     return round(updated, 3) or None

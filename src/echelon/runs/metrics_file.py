@@ -95,15 +95,35 @@ class MetricsFollower:
         file has none.
         """
         try:
-            with self._path.open("rb") as file:
+            with self._path.open("rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                if self.offset and 0 <= size - self.offset <= _TAIL_BYTES:
+                    # Of most runs nothing is new, and of those that train a few lines.
+                    lines = self._take_few_lines(file)
+                    if lines is not None:
+                        return iter(lines), False
                 is_new = self.offset == 0 or compute_mark(file, self.offset) != self.mark
-                if not is_new and os.fstat(file.fileno()).st_size == self.offset:
-                    return iter(()), False  # as of most runs in a list
         except OSError:
             return iter(()), False
         if is_new:
             self.offset = 0
         return self._iterate_lines(), is_new
+
+    def _take_few_lines(self, file: IO[bytes]) -> list[MetricsLine] | None:
+        """Return the new lines of a file that has grown a little, by one read; None where it began
+        anew."""
+        known = min(MARK_BYTES, self.offset)
+        file.seek(self.offset - known)
+        data = file.read()
+        if len(data) < known or hash_mark(data[:known]) != self.mark:
+            return None
+        end = data.rfind(b"\n") + 1
+        if end <= known:
+            return []
+        self.offset += end - known
+        self.mark = hash_mark(data[max(0, end - MARK_BYTES) : end])
+        lines = (_parse_line(text) for text in data[known : end - 1].split(b"\n"))
+        return [line for line in lines if line is not None]
 
     def _iterate_lines(self) -> Iterator[MetricsLine]:
         with contextlib.suppress(OSError), self._path.open("rb") as file:
