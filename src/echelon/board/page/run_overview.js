@@ -56,7 +56,10 @@ function drawCommands(details) {
 }
 
 function drawResults(details, row) {
-  const metrics = Object.entries(details.metrics || {}).filter(([name]) => !SPEED_METRICS.has(name));
+  const metrics = Object.entries(details.metrics || {}).filter(([name]) => !SPEED_METRICS.has(name)).map(([name, each]) => {
+    const is = each.is ?? row.metrics?.[name]?.[4];
+    return [name, { ...each, is, best: each.best ?? (is === "max" ? each.max : each.min) }];
+  });
   if (!metrics.length) return card("Results", h("p", { class: "rp-empty" }, "No numbers yet."));
   const body = metrics.map(([name, each]) => {
     const hasBest = name !== "lr" && isKnown(each.best);

@@ -12,6 +12,7 @@ const TABS = [
   ["overview", "Overview"], ["curves", "Curves"], ["settings", "Settings"], ["timeline", "Time line"], ["logs", "Logs"],
   ["snapshots", "Snapshots"], ["media", "Media"], ["traces", "Traces"], ["plan", "Plan"],
 ];
+const TABS_OF_OTHERS = new Set(["overview", "curves", "settings", "media"]); // what other programs leave of a run
 const DETAILS_EVERY_MS = 3000;
 const RETRY_MS = 4000;
 
@@ -36,7 +37,9 @@ export function mount(element, store) {
   element.append(page);
 
   const getRow = () => store.rows.get(id) || details?.row || null;
-  const getTab = () => (TABS.some(([key]) => key === store.view.tab) ? store.view.tab : "overview");
+  const isOther = () => /^\d+:[^:]+:/.test(id || "");
+  const listTabs = () => (isOther() ? TABS.filter(([key]) => TABS_OF_OTHERS.has(key)) : TABS);
+  const getTab = () => (listTabs().some(([key]) => key === store.view.tab) ? store.view.tab : "overview");
 
   // --- the head ---
 
@@ -211,17 +214,17 @@ export function mount(element, store) {
 
   function renderTabs() {
     const chosen = getTab();
-    if (!tablist.children.length) {
-      tablist.append(...TABS.map(([key, label]) => h("button", {
+    const tabs = listTabs();
+    if (tablist.children.length !== tabs.length) {
+      tablist.replaceChildren(...tabs.map(([key, label]) => h("button", {
         class: "rp-tab", role: "tab", type: "button", id: `rp-tab-${key}`, "aria-controls": "rp-panel",
         onclick: () => store.setView({ tab: key === "overview" ? null : key }),
       }, label, h("span", { class: "rp-tab-count" }))));
-      tablist.addEventListener("keydown", onTabKey);
     }
-    [...tablist.children].forEach((button, i) => {
-      const isChosen = TABS[i][0] === chosen;
-      button.setAttribute("aria-selected", String(isChosen));
-      button.tabIndex = isChosen ? 0 : -1;
+    tabs.forEach(([key], i) => {
+      const button = tablist.children[i];
+      button.setAttribute("aria-selected", String(key === chosen));
+      button.tabIndex = key === chosen ? 0 : -1;
     });
     panel.setAttribute("aria-labelledby", `rp-tab-${chosen}`);
     const button = tablist.querySelector('[aria-selected="true"]');
@@ -232,12 +235,13 @@ export function mount(element, store) {
   }
 
   function onTabKey(event) {
-    const at = TABS.findIndex(([key]) => key === getTab());
-    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: TABS.length - 1 }[event.key];
+    const tabs = listTabs();
+    const at = tabs.findIndex(([key]) => key === getTab());
+    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: tabs.length - 1 }[event.key];
     if (to === undefined) return;
     event.preventDefault();
     event.stopPropagation();
-    const [key] = TABS[(to + TABS.length) % TABS.length];
+    const [key] = tabs[(to + tabs.length) % tabs.length];
     store.setView({ tab: key === "overview" ? null : key });
     tablist.querySelector(`#rp-tab-${key}`).focus();
   }
@@ -372,6 +376,7 @@ export function mount(element, store) {
     onRows();
   }
 
+  tablist.addEventListener("keydown", onTabKey);
   const clock = setInterval(renderHead, 5000);
   open();
 
