@@ -58,6 +58,8 @@ class ForeignKeeper:
         return None if run is None else _describe(run, int(number))
 
     def _keep(self) -> None:
+        self._wait_for_listeners()
+        _forget_runs_that_are_gone()
         while True:
             self._wait_for_listeners()
             began = time.monotonic()
@@ -112,6 +114,12 @@ class ForeignKeeper:
                     if is_new:
                         self._tell_growth("metrics", {run_id})
         return looked_s
+
+
+def _forget_runs_that_are_gone() -> None:
+    from echelon.board.foreign_runs import remove_stale_conversions
+
+    remove_stale_conversions()
 
 
 def _describe(run: ForeignRun, number: int) -> tuple[dict[str, Any], str]:

@@ -60,7 +60,7 @@ _SECURITY_HEADERS = {
 }
 _ROUTE_MODULES = (
     *("curve_queries", "media", "run_page", "log_lines"),
-    *("machines", "sweep_pages", "actions", "plot_file"),
+    *("machines", "sweep_pages", "actions", "foreign_runs", "plot_file"),
 )
 """Of this package, each with ROUTES. They are imported when a route is asked for that is not known
 yet."""
