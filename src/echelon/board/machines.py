@@ -38,6 +38,7 @@ _MAX_REMOTE = 64
 _RECENT_JOBS = 10
 _MAX_QUEUE = 2000
 _QUEUE_EVERY_S = 5.0
+_QUEUE_WAIT_S = 3.0
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@-]{0,252}")
 """A name that ssh cannot take for an option."""
 _STATE = re.compile(rb'"state":"(\w+)"')
@@ -61,12 +62,14 @@ def show_jobs(request: Request) -> Response:
     from echelon.runs.curves import read_progress
     from echelon.runs.record import read_run_records
     from echelon.runs.run_folder import Run
+    from echelon.runs.slurm_queue import query_jobs
     from echelon.views.jobs_table import JobRow
 
     rows = _choose_job_rows(request.board)
     ids = {row.folder: run_id for run_id, row in rows.items()}
     folders = [Path(row.folder) for row in rows.values() if is_run_folder(row.folder)]
-    records, silence = read_run_records([Run(folder) for folder in folders])
+    ask_slurm = request.board.index.ask_slurm or query_jobs
+    records, _ = read_run_records([Run(folder) for folder in folders], ask_slurm)
     jobs = []
     for record in records:
         row = JobRow(record.run_status, read_progress(record)).to_dict()
@@ -74,7 +77,9 @@ def show_jobs(request: Request) -> Response:
         row["own"] = _is_own(record.run.folder)
         jobs.append(row)
     by_job = {str(job["job"]): job["id"] for job in jobs if job["job"]}
-    return json_response({"jobs": jobs, "silence": silence, "queue": _queue.read(by_job)})
+    queue = _queue.read(by_job)
+    silence = queue["error"] if queue else ""
+    return json_response({"jobs": jobs, "silence": silence, "queue": queue})
 
 
 def _choose_job_rows(board: Board) -> dict[str, Any]:
@@ -106,21 +111,33 @@ class _SlurmQueueReader:
     _FORMAT = "%i|%P|%u|%T|%M|%l|%D|%b|%V|%r|%j"
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._asking = threading.Lock()
+        self._answered = threading.Event()
         self._read_at = -1e9
         self._jobs: list[dict[str, Any]] = []
         self._error = ""
 
     def read(self, runs_by_job: Mapping[str, str]) -> dict[str, Any] | None:
-        """Return the queue; None on a machine without Slurm."""
+        """Return the queue; None on a machine without Slurm. A controller that is slow is waited
+        for in the background, and meanwhile its last answer is returned."""
         if shutil.which("squeue") is None:
             return None
-        with self._lock:
-            if time.monotonic() - self._read_at > _QUEUE_EVERY_S:
-                self._ask()
-                self._read_at = time.monotonic()
-            jobs = [job | {"run": runs_by_job.get(job["job"])} for job in self._jobs]
-            return {"error": self._error, "jobs": jobs}
+        is_old = time.monotonic() - self._read_at > _QUEUE_EVERY_S
+        if is_old and self._asking.acquire(blocking=False):
+            self._answered.clear()
+            threading.Thread(target=self._ask_and_release, daemon=True).start()
+        if is_old and not self._answered.wait(_QUEUE_WAIT_S) and not self._jobs:
+            return {"error": "it has not answered yet", "jobs": []}
+        jobs = [job | {"run": runs_by_job.get(job["job"])} for job in self._jobs]
+        return {"error": self._error, "jobs": jobs}
+
+    def _ask_and_release(self) -> None:
+        try:
+            self._ask()
+            self._read_at = time.monotonic()
+        finally:
+            self._asking.release()
+            self._answered.set()
 
     def _ask(self) -> None:
         from echelon.gpus.command import get_current_user
@@ -130,13 +147,14 @@ class _SlurmQueueReader:
         self._error = get_last_error_line(done) if done.returncode else ""
         user = get_current_user()
         names = ("job", "partition", "user", "state", "time", "limit", "nodes", "gres")
-        self._jobs = []
+        found = []
         for line in done.stdout.splitlines()[:_MAX_QUEUE]:
             words = line.split("|", 10)  # the name comes last, as it may have a | in it
             if len(words) == 11:
                 job: dict[str, Any] = dict(zip(names, words, strict=False))
                 job |= {"submitted": words[8], "reason": words[9], "name": words[10]}
-                self._jobs.append(job | {"own": job["user"] == user})
+                found.append(job | {"own": job["user"] == user})
+        self._jobs = found
 
 
 _queue = _SlurmQueueReader()

@@ -30,6 +30,7 @@ from echelon.board.request import (
 from echelon.board.safe_files import open_inside, read_inside
 
 if TYPE_CHECKING:
+    from echelon.board.run_rows import AskSlurm
     from echelon.runs.curves import RunOverview
     from echelon.runs.history import RunHistory
     from echelon.runs.record import RunRecord
@@ -83,18 +84,19 @@ def show_run(request: Request) -> Response:
     row = json.loads(request.board.index.read_again(run_id))
     if row.get("source", "echelon") != "echelon":
         return json_response({"row": row, "details": _describe_foreign_run(run, row)})
-    return json_response({"row": row, "details": read_details(run)})
+    return json_response({"row": row, "details": read_details(run, request.board.index.ask_slurm)})
 
 
-def read_details(run: Run) -> dict[str, Any]:
-    """Return the details of a run of ours."""
+def read_details(run: Run, ask_slurm: AskSlurm | None = None) -> dict[str, Any]:
+    """Return the details of a run of ours. ``ask_slurm`` is for callers that have asked already."""
     from echelon.runs.accounting import account_for_run
     from echelon.runs.annotations import read_annotations
     from echelon.runs.curves import choose_best_direction, read_overview, read_record_history
     from echelon.runs.record import read_run_records
+    from echelon.runs.slurm_queue import query_jobs
     from echelon.views.run_details import describe_run, measure_recent_speed
 
-    [record], _ = read_run_records([run])
+    [record], _ = read_run_records([run], ask_slurm or query_jobs)
     overview, history = read_overview(record), read_record_history(record)
     logged_step = overview.summary.last_training_step
     accounting = account_for_run(history, None if logged_step is None else int(logged_step))
