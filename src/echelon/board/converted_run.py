@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,8 @@ class ConvertedRun:
     def commit(self) -> None:
         """Append the lines that wait, and write down how far the originals are in them."""
         self.append_lines()
-        data = {"version": _FORMAT, **asdict(self.facts)}
+        files = {name: vars(known) for name, known in self.facts.files.items()}
+        data = {"version": _FORMAT, **vars(self.facts), "files": files}
         write_text_atomically(self.run.folder / FOREIGN_FILE, json.dumps(data) + "\n")
 
     def open_source(self, path: Path) -> Any:

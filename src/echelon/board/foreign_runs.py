@@ -260,7 +260,8 @@ class ForeignRun:
             from echelon.board.wandb_files import convert_wandb_file
 
             self.is_complete = not convert_wandb_file(converted, paths[0], max_bytes)
-        converted.keep_summary()
+        if known is None or not known.metrics_bytes:
+            converted.keep_summary()  # later read_summary() does, where it is worth it
         self._load_facts()
         return True
 

@@ -422,7 +422,7 @@ def convert_event_files(converted: ConvertedRun, paths: Sequence[Path], max_byte
                     reader.add_record(record)
                 reader.finish_batch()
                 max_bytes -= batch.offset - known.offset
-                is_end = batch.offset == known.offset
+                is_end = batch.offset in (known.offset, status.st_size)
                 known.offset, known.mark = batch.offset, mark
                 if is_end:
                     known.note_look(status)

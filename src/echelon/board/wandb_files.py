@@ -148,7 +148,7 @@ def convert_wandb_file(converted: ConvertedRun, path: Path, max_bytes: int) -> b
             for record in batch.records:
                 reader.add_record(record)
             max_bytes -= batch.offset - known.offset
-            is_end = batch.offset == known.offset
+            is_end = batch.offset in (known.offset, status.st_size)
             known.offset, known.mark = batch.offset, mark
             if is_end:
                 known.note_look(status)
