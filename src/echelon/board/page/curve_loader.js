@@ -325,5 +325,6 @@ function replacePart(curve, finer, [from, to]) {
   let b = a;
   while (b < curve.n && curve.x[b] <= end) b += 1;
   const cut = (i, j) => ({ x: curve.x.subarray(i, j), y: curve.y.subarray(i, j), mean: curve.mean.subarray(i, j) });
-  return { ...curve, exact: false, ...concatenate([cut(0, a), finer, cut(b, curve.n)]) };
+  const points = concatenate([cut(0, a), finer, cut(b, curve.n)]);
+  return { ...curve, ...points, exact: false, smoothed: null };
 }

@@ -507,23 +507,22 @@ class CurvesView {
   setZoom(range, isFinal) {
     this.zoom = range && this.limitZoom(range);
     this.reset.disabled = !this.zoom;
-    this.drawPanels(!isFinal);
+    for (const panel of this.visiblePanels) {
+      panel.chart.isMoving = true;
+      panel.draw();
+    }
     clearTimeout(this.zoomTimer);
-    this.zoomTimer = setTimeout(() => this.settle(isFinal), isFinal ? 0 : ZOOM_DEBOUNCE_MS);
+    this.zoomTimer = setTimeout(() => this.settle(), isFinal ? 0 : ZOOM_DEBOUNCE_MS);
     clearTimeout(this.addressTimer);
     this.addressTimer = setTimeout(() => this.writeZoom(), isFinal ? 0 : ADDRESS_DEBOUNCE_MS);
   }
 
-  drawPanels(isMoving) {
+  /** The hand rests: smooth and draw everything for this part, and ask for finer points. */
+  settle() {
     for (const panel of this.visiblePanels) {
-      panel.chart.isMoving = isMoving;
-      panel.draw();
+      panel.chart.isMoving = false;
+      panel.updateLines();
     }
-  }
-
-  /** The hand rests: draw everything, and ask for finer points. */
-  settle(isDrawn) {
-    if (!isDrawn) this.drawPanels(false);
     this.ask(0);
   }
 
@@ -759,15 +758,16 @@ class Panel {
     const smooth = owner.smoothing;
     const curves = this.collectCurves();
     this.lines = [];
+    this.bandRange = String(owner.xRange);
     for (const series of owner.series) {
       const mine = series.rows.map((row) => curves.get(row.id)).filter(Boolean);
       if (!mine.length) continue;
       const base = { id: series.id, name: series.name, colour: series.colour, dash: series.dash };
       if (series.isGroup) {
-        const line = makeBand(mine, owner.xRange, this.pixels, { smooth, logX, logY, band });
+        const line = makeBand(mine, owner.xRange, this.pixels, { smooth, logX, logY, zoom: owner.zoom, band });
         if (line) this.lines.push({ ...base, ...line, isExact: false });
       } else {
-        this.lines.push({ ...base, ...this.drawRun(mine[0], { smooth, logX, logY }) });
+        this.lines.push({ ...base, ...this.drawRun(mine[0], { smooth, logX, logY, zoom: owner.zoom }) });
       }
     }
     this.chart.setLines(this.lines);
@@ -797,22 +797,18 @@ class Panel {
     const { owner, chart, metric } = this;
     const logY = owner.isLogY(metric);
     const range = owner.xRange;
-    if (this.hasBand && String(range) !== this.bandRange) return void this.updateBands(range);
+    if (this.hasBand && !chart.isMoving && String(range) !== this.bandRange) return this.updateLines();
     const extent = findExtent(this.lines, range[0], range[1], logY);
     this.limit = null;
     let yRange = this.yZoom;
     if (!yRange && extent) yRange = padRange(this.limitExtent(extent, range, logY), logY);
     chart.setRanges(range, yRange || (logY ? [0.1, 1] : [0, 1]));
-    this.showNote();
+    return this.showNote();
   }
 
+  /** Bands are computed for a range of x, other lines are not. */
   get hasBand() {
-    return this.lines.some((line) => line.low);
-  }
-
-  updateBands(range) {
-    this.bandRange = String(range);
-    this.updateLines();
+    return this.owner.series.some((series) => series.isGroup);
   }
 
   /** A line that has left all others behind would press them flat: the scale ends before it, and the note says
@@ -927,7 +923,8 @@ class Panel {
       this.tableTimer = 0;
       const { xLabel } = this.owner.settings;
       const rows = this.lines.map((line) => {
-        const last = line.x.length - 1;
+        let last = line.x.length - 1;
+        while (last > 0 && Number.isNaN(line.y[last])) last -= 1;
         const cell = (text) => h("td", {}, text);
         return h("tr", {}, h("th", { scope: "row" }, line.name), cell(formatNumber(line.y[last])), cell(this.owner.formatX(line.x[last])));
       });
@@ -976,7 +973,7 @@ class Panel {
     this.keyMark = line.id;
     const index = findNearest(line.x, x);
     const { plot } = this.chart;
-    const top = plot.valToPos(line.y[index], "y");
+    const top = Number.isNaN(line.y[index]) ? 0 : plot.valToPos(line.y[index], "y");
     const box = plot.over.getBoundingClientRect();
     const at = { ...this.chart.toValues(this.keyLeft, top), clientX: box.left + this.keyLeft, clientY: box.top + top };
     this.owner.hover(this, at);
@@ -995,16 +992,17 @@ class Panel {
 // --- smoothing and bands ---
 
 /** Return the smoothed values of a curve. The half-life is that of an exponential average over its points, or over
- * thousandths of its length where it has more points, so it is the same at every zoom; on a logarithmic axis it is
- * one of the logarithms. */
-function smoothPoints(points, { smooth, logX, logY }) {
-  const key = `${smooth} ${logX} ${logY}`;
+ * thousandths of its visible part where it has more points; on a logarithmic axis it is one of the logarithms. */
+function smoothPoints(points, { smooth, logX, logY, zoom }) {
+  const key = `${smooth} ${logX} ${logY} ${zoom}`;
   if (points.smoothed && points.smoothed.key === key) return points.smoothed.y;
   const { x, n, count, first_x, last_x } = points;
   const at = (v) => (logX ? Math.log10(v) : v);
   const first = [first_x ?? x[0], x[0], ...x.subarray(0, 3)].find((v) => !logX || v > 0) ?? 1;
   const length = at(last_x ?? x[n - 1]) - at(first);
-  const tau = -length / Math.min(1000, Math.max(1, (count || n) - 1)) / Math.log(smooth);
+  const visible = zoom ? Math.min(length, at(zoom[1]) - at(zoom[0])) : length;
+  const spacing = Math.max(length / Math.max(1, (count || n) - 1), visible / 1000);
+  const tau = -spacing / Math.log(smooth);
   const y = tau > 0 ? smoothCurve(logX ? x.map((v) => Math.log10(v)) : x, points.mean, tau, logY) : points.mean;
   points.smoothed = { key, y };
   return y;
@@ -1012,7 +1010,8 @@ function smoothPoints(points, { smooth, logX, logY }) {
 
 /** Return the mean line of several curves on a common grid of x and the band around it: lowest to highest, or a
  * standard deviation either way. Where a run has ended, the others go on without it. */
-function makeBand(curves, [from, to], pixels, { smooth, logX, logY, band }) {
+function makeBand(curves, [from, to], pixels, { band, ...options }) {
+  const { smooth, logX, logY } = options;
   const n = Math.max(2, Math.min(600, Math.round(pixels / 2)));
   const [a, b] = logX ? [Math.log10(from), Math.log10(to)] : [from, to];
   const grid = Float64Array.from({ length: n }, (_, i) => {
@@ -1026,7 +1025,7 @@ function makeBand(curves, [from, to], pixels, { smooth, logX, logY, band }) {
   const high = new Float64Array(n).fill(-Infinity);
   const slack = (to - from) / n;
   for (const points of curves) {
-    const values = smooth && points.n > 2 ? smoothPoints(points, { smooth, logX, logY }) : points.mean;
+    const values = smooth && points.n > 2 ? smoothPoints(points, options) : points.mean;
     for (let i = 0; i < n; i++) {
       const v = interpolate(points.x, values, grid[i], slack);
       if (v !== v) continue;
