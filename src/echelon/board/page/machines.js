@@ -10,7 +10,7 @@ const MACHINES_EVERY_MS = 5000; // as often as the server samples
 const JOBS_EVERY_MS = 10000;
 const HOUR_S = 3600;
 const LEAST_SPAN_S = 120;
-const SHOWN_JOBS = 50;
+const SHOWN_JOBS = 12;
 const SHOWN_PROCESSES = 12;
 const SHOWN_CHECKS = 300;
 const SVG = "http://www.w3.org/2000/svg";
@@ -69,10 +69,11 @@ export function mount(element, store) {
   }
 
   function drawQueue(waits) {
-    const shown = showsAll ? waits : waits.slice(0, SHOWN_JOBS);
+    const sorted = [...waits.filter((job) => job.own), ...waits.filter((job) => !job.own)];
+    const shown = showsAll ? sorted : sorted.slice(0, SHOWN_JOBS);
     const table = drawTable(["Job", "Name", "User", "State", "Partition", "Nodes", "GPUs", "Time", "Limit", "Submitted", "Why"], shown.map((job) => [
       job.job, job.run ? runLink(job.run, job.name) : longText(job.name || "", "", 80), h("span", { class: job.own ? "mc-own" : null }, cutName(job.user)), cutName(job.state),
-      cutName(job.partition), formatCell(job.nodes), /^(N\/A|\(null\))$/.test(job.gres) ? "" : cutName(job.gres), cutName(job.time), cutName(job.limit), cutName(job.submitted).replace("T", " "),
+      cutName(job.partition), formatCell(job.nodes), /^(N\/A|\(null\))$/.test(job.gres) ? "" : cutName(job.gres).replace(/^gres\//, ""), cutName(job.time), cutName(job.limit), cutName(job.submitted).replace("T", " "),
       job.reason && job.reason !== "None" ? longText(job.reason, "rp-dim", 120) : ""]));
     if (shown.length < waits.length) {
       table.append(h("button", { class: "rp-button", type: "button", "data-key": "all", onclick: () => {

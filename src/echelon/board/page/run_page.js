@@ -75,6 +75,8 @@ export function mount(element, store) {
     title.title = name.slice(0, 500);
     problem.replaceChildren(...(fault ? [renderError(fault)] : []));
     page.classList.toggle("rp-stale", Boolean(fault) && Boolean(details));
+    page.classList.toggle("rp-missing", !row && fault?.status === 404);
+    progress.hidden = !row;
     if (!row) return;
     if (badge.dataset.state !== row.state) {
       badge.dataset.state = row.state;
@@ -333,8 +335,11 @@ export function mount(element, store) {
       child?.onDetails?.();
     } catch (error) {
       if (isGone || asked !== id) return;
-      fault = error.status === 404 ? Object.assign(error, { message: "This run is not there any more", hint: details ? "what was known of it is still shown" : error.hint }) : error;
-      if (!details && !child?.onDetails) panel.classList.toggle("rp-empty", false);
+      fault = error;
+      if (error.status === 404 && details) {
+        fault.message = "This run is not there any more";
+        fault.hint = "what was known of it is still shown";
+      }
       timer = setTimeout(readDetails, RETRY_MS);
     } finally {
       waiting = null;

@@ -135,12 +135,11 @@ function mountSweep(place, store, id) {
   const parallel = h("section", { class: "rp-card" }, h("h3", null, "Parameters of all trials"), parallelPlace);
   const running = h("div", null);
   const table = makeTrialTable(store, (trial) => openTrial(trial), getId);
+  const body = h("div", { class: "sw-body", hidden: true }, h("div", { class: "sw-grid" }, card("Best so far", chart.element), card("Importance", importance)), running, parallel, table.element);
   place.append(
     h("div", { class: "rp-line" }, h("button", { class: "rp-button rp-back", type: "button", onclick: () => store.setView({ page: "sweeps", sweep: null }) }, icon("back"), "Sweeps"),
       name, counts, about),
-    problem,
-    h("div", { class: "sw-grid" }, card("Best so far", chart.element), card("Importance", importance)),
-    running, parallel, table.element);
+    problem, body);
   let drawn = null; // parallel coordinates
 
   function getId(trial) {
@@ -154,6 +153,7 @@ function mountSweep(place, store, id) {
 
   function draw(answer) {
     sweep = answer;
+    body.hidden = false;
     problem.replaceChildren(...(answer.error ? [renderError(new Error(answer.error))] : []));
     const trials = answer.trials || [];
     name.textContent = cutName(answer.name);
