@@ -1,17 +1,19 @@
 // The table of runs: only the rows in sight are in the document.
 
-import { ApiError, getJson, getRunPath, postJson } from "./api.js";
-import { closePopover, copyText, openMenu, openPopover, showError, showToast } from "./dialogs.js";
-import { formatCount, h, icon } from "./dom.js";
-import { findDifferingSettings, isSeed } from "./filters.js";
+import { closePopover, openPopover } from "./dialogs.js";
+import { h, icon } from "./dom.js";
+import { GroupRowView, RunRowView } from "./row_views.js";
 import { SearchBox } from "./search_box.js";
-import { Column, OWN_COLUMNS, chooseColumns, makeCell, makeGroupCell } from "./table_columns.js";
+import { Column, chooseColumns } from "./table_columns.js";
+import { TableMenus } from "./table_menus.js";
+import { TableNotes } from "./table_notes.js";
+import { TableTitles } from "./table_titles.js";
 
 const OVERSCAN = 8;
 const HEAD_PX = 30;
 const MEASURED_ROWS = 60;
 const CLOCK_MS = 10000;
-let nextId = 0;
+const PHONE = matchMedia("(max-width: 560px)");
 
 /** Mount the table; see the contract of view modules: `{update(kind), unmount()}`. */
 export function mount(element, store) {
@@ -47,23 +49,23 @@ class RunsTable {
   }
 
   build(element) {
+    this.titles = new TableTitles(this);
+    this.menus = new TableMenus(this);
+    this.notes = new TableNotes(this);
     this.search = new SearchBox(this.store, () => this.focus());
-    this.groupButton = this.buildBarButton("group", "Group", (event) => this.openGroupMenu(event.currentTarget));
-    this.columnsButton = this.buildBarButton("columns", "Columns", (event) => this.openColumns(event.currentTarget));
-    this.viewsButton = this.buildBarButton("views", "Views", (event) => this.openViews(event.currentTarget));
+    this.groupButton = this.buildBarButton("group", "Group", (event) => this.menus.openGroupMenu(event.currentTarget));
+    this.columnsButton = this.buildBarButton("columns", "Columns", (event) => this.menus.openColumns(event.currentTarget));
+    this.viewsButton = this.buildBarButton("views", "Views", (event) => this.menus.openViews(event.currentTarget));
     this.chartsButton = this.buildBarButton("table", "Charts", () => this.store.setView({ panel: "curves" }));
-    this.rootButton = this.buildBarButton("table", "All folders", (event) => this.openRoots(event.currentTarget));
-    this.head = h("div", { class: "rt-head", role: "row", "aria-rowindex": "1" });
+    this.rootButton = this.buildBarButton("table", "All folders", (event) => this.menus.openRoots(event.currentTarget));
     this.body = h("div", { class: "rt-body", role: "rowgroup" });
-    this.note = h("div", { class: "rt-note" });
     this.scroller = h(
       "div",
       { class: "rt-scroll", role: "treegrid", tabindex: "0", "aria-label": "Runs", "aria-multiselectable": "true" },
-      h("div", { role: "rowgroup", class: "rt-headgroup" }, this.head),
+      h("div", { role: "rowgroup", class: "rt-headgroup" }, this.titles.head),
       this.body,
-      this.note,
+      this.notes.note,
     );
-    this.foot = h("div", { class: "rt-foot" });
     this.element = h(
       "div",
       { class: "rt" },
@@ -79,7 +81,7 @@ class RunsTable {
       ),
       this.search.chips,
       this.scroller,
-      this.foot,
+      this.notes.foot,
     );
     element.append(this.element);
     this.wire();
@@ -98,27 +100,28 @@ class RunsTable {
     this.body.addEventListener("click", (event) => this.onClick(event));
     this.body.addEventListener("dblclick", (event) => this.onDoubleClick(event));
     this.body.addEventListener("contextmenu", (event) => this.onContextMenu(event));
-    this.head.addEventListener("pointerdown", (event) => this.onHeadPointer(event));
-    this.head.addEventListener("contextmenu", (event) => {
-      const at = this.findHeadIndex(event.target);
-      if (at < 0) return;
-      event.preventDefault();
-      this.openColumnMenu(at, { x: event.clientX, y: event.clientY });
-    });
-    this.observer = new ResizeObserver(() => {
-      this.height = scroller.clientHeight;
-      this.rowHeight = matchMedia("(max-width: 560px)").matches ? 36 : 30;
-      this.refresh();
-    });
+    this.body.addEventListener("pointerover", (event) => this.explainCell(event.target));
+    this.height = 0;
+    this.readSize();
+    this.observer = new ResizeObserver(() => this.readSize() && this.refresh());
     this.observer.observe(scroller);
-    this.height = 600;
-    this.rowHeight = matchMedia("(max-width: 560px)").matches ? 36 : 30;
+  }
+
+  /** Read how much is in sight; return whether that has changed. */
+  readSize() {
+    const { clientHeight, clientWidth } = this.scroller;
+    const rowHeight = PHONE.matches ? 36 : 30;
+    const isSame = clientHeight === this.height && clientWidth === this.width && rowHeight === this.rowHeight;
+    this.height = clientHeight;
+    this.width = clientWidth;
+    this.rowHeight = rowHeight;
+    return !isSame;
   }
 
   update(kind) {
     if (kind !== "rows" && kind !== "view") return;
     cancelAnimationFrame(this.frame);
-    if (kind === "view") this.refresh();
+    if (kind === "view" || !this.items.length) this.refresh();
     else this.frame = requestAnimationFrame(() => this.refresh());
   }
 
@@ -134,9 +137,8 @@ class RunsTable {
     this.scroller.setAttribute("aria-busy", String(!this.store.meta.complete));
     this.restoreAnchor(anchor);
     this.renderRows(true);
-    this.renderHead();
-    this.renderNote();
-    this.renderFoot();
+    this.titles.render();
+    this.notes.render();
     this.renderBar();
     this.search.update();
   }
@@ -182,7 +184,7 @@ class RunsTable {
     const widths = this.readWidths();
     const rows = this.store.getVisibleRows();
     const columns = keys.map((one) => new Column(this.store, one, rows));
-    const isNarrow = this.scroller.clientWidth < 480;
+    const isNarrow = this.width < 480;
     const titles = columns.map((column) => `${column.key} ${column.title} ${column.isNumber}`);
     const key = [...titles, rows.length > 0, isNarrow, this.store.view.group].join("\n");
     if (key !== this.columnKey) {
@@ -191,13 +193,13 @@ class RunsTable {
       this.measureColumns(rows, isNarrow);
       this.dropRows();
       this.scroller.setAttribute("aria-colcount", String(keys.length));
-      this.headKey = null;
+      this.titles.shownKey = null;
     }
     for (const column of this.columns) column.width = widths.get(column.key) || column.ownWidth;
     const template = this.columns.map((column) => `${column.width}px`).join(" ");
     if (template !== this.template) {
       this.template = template;
-      this.element.style.setProperty("--columns", `${template} minmax(0, 1fr)`);
+      this.setTemplate();
     }
   }
 
@@ -219,6 +221,13 @@ class RunsTable {
       if (column.key === "state") column.ownWidth = 24;
       if (column.key === "step") column.ownWidth = Math.min(column.ownWidth, 88);
     }
+  }
+
+  setTemplate() {
+    const widths = this.columns.map((column) => column.width);
+    const { style } = this.element;
+    style.setProperty("--columns", `${widths.map((width) => `${width}px`).join(" ")} minmax(0, 1fr)`);
+    style.setProperty("--width", `${widths.reduce((sum, width) => sum + width, 0)}px`);
   }
 
   readWidths() {
@@ -257,12 +266,11 @@ class RunsTable {
   }
 
   onScroll() {
+    const isScrolled = this.scroller.scrollLeft > 0; // read before anything is written
     this.renderRows(false);
-    const isScrolled = this.scroller.scrollLeft > 0;
-    if (isScrolled !== this.isScrolled) {
-      this.isScrolled = isScrolled;
-      this.scroller.classList.toggle("is-scrolled", isScrolled);
-    }
+    if (isScrolled === this.isScrolled) return;
+    this.isScrolled = isScrolled;
+    this.scroller.classList.toggle("is-scrolled", isScrolled);
   }
 
   renderRows(isChanged) {
@@ -313,10 +321,15 @@ class RunsTable {
       if (view.isActive !== isHere || view.activeCol !== col) view.setActive(isHere, col);
       if (isHere) name = col >= 0 ? view.cells[col].id : view.element.id;
     }
-    [...this.head.children].forEach((title, i) => {
-      title.classList.toggle("is-active", active.isHead && i === Math.max(0, active.col));
-      if (active.isHead && i === Math.max(0, active.col)) name = title.id;
-    });
+    const title = active.isHead ? this.titles.head.children[Math.max(0, active.col)] : null;
+    if (this.activeTitle !== title) {
+      if (this.activeTitle) this.activeTitle.classList.remove("is-active");
+      if (title) title.classList.add("is-active");
+      this.activeTitle = title;
+    }
+    if (title) name = title.id;
+    if (this.activeName === name) return;
+    this.activeName = name;
     if (name) this.scroller.setAttribute("aria-activedescendant", name);
     else this.scroller.removeAttribute("aria-activedescendant");
   }
@@ -373,7 +386,7 @@ class RunsTable {
 
   onKey(event) {
     if (event.target !== this.scroller || event.ctrlKey || event.metaKey) return;
-    const handled = this.active.isHead ? this.onHeadKey(event) : this.onRowKey(event);
+    const handled = this.active.isHead ? this.titles.onKey(event) : this.onRowKey(event);
     if (handled) {
       event.preventDefault();
       event.stopPropagation();
@@ -452,29 +465,11 @@ class RunsTable {
         return true;
       case "m":
       case "ContextMenu":
-        if (!item.rows) this.openRowMenu(item, this.getActiveElement());
+        if (!item.rows) this.menus.openRun(item, this.getActiveElement());
         return true;
       default:
         return false;
     }
-  }
-
-  onHeadKey(event) {
-    const { col } = this.active;
-    const column = this.columns[col];
-    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (step && event.altKey) {
-      this.moveColumn(col, col + step);
-      this.setActiveTitle(Math.max(1, col + step));
-    } else if (step && event.shiftKey) this.setWidth(column.key, column.width + 16 * step);
-    else if (step) this.setActiveTitle(col + step);
-    else if (event.key === "Home") this.setActiveTitle(0);
-    else if (event.key === "End") this.setActiveTitle(this.columns.length - 1);
-    else if (event.key === "ArrowDown") this.setActive(Math.ceil(this.scroller.scrollTop / this.rowHeight), -1);
-    else if (event.key === "Enter" || event.key === " ") this.sortBy(column.key);
-    else if (event.key === "m") this.openColumnMenu(col, this.getActiveElement());
-    else return false;
-    return true;
   }
 
   getActiveElement() {
@@ -502,11 +497,22 @@ class RunsTable {
     if (action === "tick") this.tick(item, event);
     else if (action === "open") this.followRun(item, event);
     else if (action === "pin") this.togglePin([item.id]);
-    else if (action === "menu") this.openRowMenu(item, event.target.closest("button"));
+    else if (action === "menu") this.menus.openRun(item, event.target.closest("button"));
     else if (action === "edit") this.editAnnotations(item, this.columns[col].key, cell);
     else if (item.rows) this.toggleGroup(item);
     this.lastTicked = action === "tick" ? index : this.lastTicked;
     this.renderActive();
+  }
+
+  /** Give the cell under the pointer its explanation, or its whole text where it is cut. */
+  explainCell(target) {
+    const cell = target.closest(".rt-c");
+    const found = cell && this.findItem(cell);
+    if (!found) return;
+    const column = this.columns[found.view.cells.indexOf(cell)];
+    const isCut = cell.scrollWidth > cell.clientWidth;
+    const text = column.explain(found.item) || (isCut ? cell.textContent : "");
+    if (cell.title !== text) cell.title = text;
   }
 
   onDoubleClick(event) {
@@ -520,7 +526,7 @@ class RunsTable {
     event.preventDefault();
     this.active = { id: found.item.id, col: -1, isHead: false };
     this.renderActive();
-    this.openRowMenu(found.item, { x: event.clientX, y: event.clientY });
+    this.menus.openRun(found.item, { x: event.clientX, y: event.clientY });
   }
 
   followRun(item, event) {
@@ -586,43 +592,11 @@ class RunsTable {
     return true;
   }
 
-  async openRowMenu(row, anchor) {
-    const pinned = (this.store.view.pin || []).includes(row.id);
-    const isShown = this.store.getShownIds().has(row.id);
-    const items = [
-      row.name,
-      { label: "Open", icon: "right", hint: "Enter", onSelect: () => this.openRun(row) },
-      { label: isShown ? "Do not draw" : "Draw", icon: "eye", hint: "Space", onSelect: () => this.tick(row) },
-      { label: "Draw only this", icon: "only", hint: "o", onSelect: () => this.drawOnly([row.id]) },
-      { label: pinned ? "Unpin" : "Pin to the top", icon: "pin", hint: "p", onSelect: () => this.togglePin([row.id]) },
-      { label: "Hide", icon: "hide", hint: "h", onSelect: () => this.hide([row.id]) },
-      null,
-      { label: "Tags and note…", icon: "tag", hint: "t", onSelect: () => this.editAnnotations(row, "tags") },
-      { label: "Only runs of its experiment", icon: "search", onSelect: () => this.search.add(`experiment=${row.experiment}`) },
-      null,
-      { label: "Copy the name", icon: "link", onSelect: () => copyText(row.name, "The name is copied") },
-      { label: "Copy the folder", icon: "link", onSelect: () => copyText(row.folder, "The folder is copied") },
-      ...(await this.listActions(row)),
-    ];
-    openMenu(anchor, items, { label: `Run ${row.name}`, focusBack: this.scroller });
-  }
-
-  /** Return what can be done with a run where the board may act. */
-  async listActions(row) {
-    if (!this.store.meta.can_act || (row.source || "echelon") !== "echelon") return [];
-    const { getActions, openAction } = await import("./act.js");
-    const items = getActions(row).map(({ action, label }) => ({
-      label,
-      icon: action === "stop" || action === "cancel" ? "stop" : "play",
-      onSelect: () => openAction(this.store, action, [row.id]),
-    }));
-    return items.length ? [null, ...items] : [];
-  }
-
   // --- tags and note ---
 
   /** Edit the tags and the note of a run. What was typed is kept until it is saved or discarded. */
-  editAnnotations(row, what, anchor = this.getActiveElement()) {
+  async editAnnotations(row, what, anchor = this.getActiveElement()) {
+    const { AnnotationForm } = await import("./annotation_form.js");
     const id = row.id;
     const draft = this.drafts.get(id) || { tags: [...(row.tags || [])], note: row.note || "", typed: "" };
     this.drafts.set(id, draft);
@@ -634,277 +608,8 @@ class RunsTable {
     form.focus();
   }
 
-  // --- columns ---
-
-  renderHead() {
-    const { sort = "when", reverse } = this.store.view;
-    const shown = this.store.getShownIds();
-    const visible = this.store.getVisibleRows();
-    const drawn = visible.reduce((count, row) => count + shown.has(row.id), 0);
-    const ticked = !drawn ? "false" : drawn === visible.length ? "true" : "mixed";
-    const key = `${this.columnKey}|${sort}|${reverse}|${ticked}`;
-    if (key === this.headKey) return;
-    this.headKey = key;
-    this.head.replaceChildren(...this.columns.map((column, i) => this.buildTitle(column, i, sort, reverse, ticked)));
-    this.renderActive();
-  }
-
-  buildTitle(column, i, sort, reverse, ticked) {
-    const isSorted = sort === column.key || (sort === "when" && column.key === "age");
-    const isDown = Boolean(reverse) !== this.isBestFirst(column.key);
-    const direction = isSorted ? (isDown ? "descending" : "ascending") : "none";
-    const tick =
-      i === 0 &&
-      h(
-        "div",
-        {
-          class: "rt-tick",
-          role: "checkbox",
-          "aria-checked": ticked,
-          "aria-label": "Draw all runs",
-          title: "Draw all, none, or the first ten",
-          onclick: (event) => {
-            event.stopPropagation();
-            this.tickAll();
-          },
-        },
-        h("i", {}),
-      );
-    return h(
-      "div",
-      {
-        class: `rt-h kind-${column.kind}${column.isNumber ? " num" : ""}`,
-        role: "columnheader",
-        id: `rt-title-${i}`,
-        "aria-colindex": String(i + 1),
-        "aria-sort": direction,
-        title: column.title === column.key ? column.key : `${column.title} (${column.key})`,
-      },
-      tick,
-      h("span", {}, column.title),
-      isSorted && icon(isDown ? "down" : "up"),
-      h("div", { class: "rt-grip", "aria-hidden": "true" }),
-    );
-  }
-
-  /** Return whether this order begins with the highest values. */
-  isBestFirst(key) {
-    if (key === "when") return true;
-    const row = this.store.getVisibleRows().find((one) => typeof this.store.getValue(one, key) === "number");
-    if (!row) return false;
-    if (key === "best") return row.best_is === "max";
-    return this.store.reader.isMetric(row, key) && this.store.reader.getSortKey(row, key)[1] === -this.store.getValue(row, key);
-  }
-
-  tickAll() {
-    const now = this.store.get("shown");
-    const visible = this.store.getVisibleRows();
-    const next = now === "auto" ? "all" : now === "all" ? "none" : "auto";
-    this.store.setView({ shown: next === "all" && visible.length <= 10 ? "none" : next }, { replace: true });
-  }
-
-  sortBy(key) {
-    const wanted = key === "age" ? "when" : key;
-    const { reverse } = this.store.view;
-    if (this.store.get("sort") !== wanted) this.store.setView({ sort: wanted, reverse: null });
-    else if (!reverse) this.store.setView({ reverse: true });
-    else this.store.setView({ sort: null, reverse: null });
-  }
-
-  findHeadIndex(target) {
-    return [...this.head.children].indexOf(target.closest(".rt-h"));
-  }
-
-  onHeadPointer(event) {
-    const at = this.findHeadIndex(event.target);
-    if (at < 0 || event.button || event.target.closest(".rt-tick")) return;
-    if (event.target.closest(".rt-grip")) this.startResize(event, at);
-    else this.startMove(event, at);
-  }
-
-  startResize(event, at) {
-    event.preventDefault();
-    const column = this.columns[at];
-    const [startX, startWidth] = [event.clientX, column.width];
-    let width = startWidth;
-    const grip = event.target;
-    follow(grip, event, {
-      move: (x) => {
-        width = Math.max(40, Math.round(startWidth + x - startX));
-        column.width = width;
-        const template = this.columns.map((one) => `${one.width}px`).join(" ");
-        this.element.style.setProperty("--columns", `${template} minmax(0, 1fr)`);
-      },
-      end: () => {
-        this.template = null;
-        if (width !== startWidth) this.setWidth(column.key, width);
-      },
-    });
-    grip.addEventListener("dblclick", () => this.setWidth(column.key, null), { once: true });
-  }
-
-  setWidth(key, width) {
-    const widths = this.readWidths();
-    if (width === null) widths.delete(key);
-    else widths.set(key, Math.max(40, Math.min(900, width)));
-    this.store.setView({ widths: [...widths].map(([name, px]) => `${name}:${px}`).join(",") }, { replace: true });
-  }
-
-  startMove(event, at) {
-    const startX = event.clientX;
-    const title = this.head.children[at];
-    let target = at;
-    let isMoved = false;
-    follow(title, event, {
-      move: (x) => {
-        if (at === 0 || (!isMoved && Math.abs(x - startX) < 6)) return;
-        isMoved = true;
-        title.classList.add("is-dragged");
-        const titles = [...this.head.children];
-        target = titles.findIndex((one, i) => i > 0 && x < one.getBoundingClientRect().right);
-        if (target < 0) target = titles.length - 1;
-        titles.forEach((one, i) => one.classList.toggle("is-target", i === target && i !== at));
-      },
-      end: () => {
-        title.classList.remove("is-dragged");
-        [...this.head.children].forEach((one) => one.classList.remove("is-target"));
-        if (isMoved) this.moveColumn(at, target);
-        else this.sortBy(this.columns[at].key);
-      },
-    });
-  }
-
-  moveColumn(from, to) {
-    const keys = this.columns.map((column) => column.key);
-    if (from < 1 || to < 1 || to >= keys.length || from === to) return;
-    const [key] = keys.splice(from, 1);
-    keys.splice(to, 0, key);
-    this.setColumns(keys.slice(1));
-  }
-
   setColumns(keys) {
     this.store.setView({ columns: keys }, { replace: true });
-  }
-
-  openColumnMenu(at, anchor) {
-    const { key, title } = this.columns[at];
-    const keys = this.columns.slice(1).map((column) => column.key);
-    const wanted = key === "age" ? "when" : key;
-    const sort = (reverse) => this.store.setView({ sort: wanted, reverse });
-    const isFirstHigh = this.isBestFirst(wanted);
-    openMenu(
-      anchor,
-      [
-        title,
-        { label: isFirstHigh ? "Highest first" : "Lowest first", icon: "up", onSelect: () => sort(null) },
-        { label: isFirstHigh ? "Lowest first" : "Highest first", icon: "down", onSelect: () => sort(true) },
-        null,
-        { label: "Group by it", icon: "group", disabled: at === 0, onSelect: () => this.store.setView({ group: key, open: null }) },
-        { label: "Filter by it…", icon: "search", onSelect: () => this.search.begin(`${key}=`) },
-        { label: "Its usual width", icon: "columns", onSelect: () => this.setWidth(key, null) },
-        { label: "Move to the left", icon: "back", disabled: at < 2, onSelect: () => this.moveColumn(at, at - 1) },
-        { label: "Move to the right", icon: "right", disabled: at === 0 || at === keys.length, onSelect: () => this.moveColumn(at, at + 1) },
-        { label: "Remove the column", icon: "close", disabled: at === 0, onSelect: () => this.setColumns(keys.filter((one) => one !== key)) },
-      ],
-      { label: `Column ${title}`, focusBack: this.scroller },
-    );
-  }
-
-  openColumns(anchor) {
-    const names = this.search.getNames();
-    const sections = [
-      ["Of every run", OWN_COLUMNS],
-      ["Results", names.metrics.flatMap((name) => [name, `${name}.best`])],
-      ["Settings that differ", findDifferingSettings(this.store.reader, this.store.getVisibleRows())],
-      ["Other settings", names.settings],
-    ];
-    const list = h("div", { class: "columns-list" });
-    const draw = (text) => {
-      const chosen = this.columns.map((column) => column.key);
-      const seen = new Set(["name"]);
-      list.replaceChildren(
-        ...sections.flatMap(([title, keys]) => {
-          const fitting = keys.filter((key) => !seen.has(key) && key.toLowerCase().includes(text));
-          fitting.forEach((key) => seen.add(key));
-          return fitting.length ? [h("h3", {}, title), ...fitting.map((key) => this.buildColumnTick(key, chosen))] : [];
-        }),
-      );
-    };
-    const box = h("input", {
-      type: "search",
-      placeholder: "Find a column",
-      "aria-label": "Find a column",
-      oninput: (event) => draw(event.target.value.toLowerCase().trim()),
-    });
-    const usual = h("button", { class: "quiet", onclick: () => this.store.setView({ columns: null, widths: null }) }, "As usual");
-    draw("");
-    openPopover(anchor, h("div", {}, h("div", { class: "popover-head" }, box, usual), list), { label: "Columns", wide: true });
-  }
-
-  buildColumnTick(key, chosen) {
-    const box = h("input", {
-      type: "checkbox",
-      checked: chosen.includes(key),
-      onchange: () => {
-        const now = this.columns.slice(1).map((column) => column.key);
-        this.keepOpen(() => this.setColumns(box.checked ? [...now, key] : now.filter((one) => one !== key)));
-      },
-    });
-    return h("label", {}, box, h("code", {}, key));
-  }
-
-  /** Change the view without closing the popover: it is where one ticks several. */
-  keepOpen(change) {
-    this.store.keepsPopover = true;
-    change();
-    this.store.keepsPopover = false;
-  }
-
-  // --- group, folders, views ---
-
-  openGroupMenu(anchor) {
-    const { group } = this.store.view;
-    const rows = this.store.getVisibleRows();
-    const settings = findDifferingSettings(this.store.reader, rows).filter((key) => !isSeed(key));
-    const pick = (key) => ({
-      label: key,
-      checked: group === key,
-      onSelect: () => this.store.setView({ group: key, open: null }),
-    });
-    const own = ["experiment", "state", "host", "tags", "sweep"];
-    openMenu(
-      anchor,
-      [
-        { label: "No groups", checked: !group, onSelect: () => this.store.setView({ group: null, open: null }) },
-        { ...pick("-seed"), label: "All settings but the seed" },
-        null,
-        ...own.map(pick),
-        ...(settings.length ? ["Settings that differ", ...settings.map(pick)] : []),
-      ],
-      { label: "Group runs by" },
-    );
-  }
-
-  openRoots(anchor) {
-    const { root } = this.store.view;
-    const items = this.store.meta.roots.map(({ path }, i) => ({
-      label: path,
-      checked: root === String(i),
-      onSelect: () => this.store.setView({ root: String(i) }),
-    }));
-    const all = { label: "All folders", checked: root === undefined, onSelect: () => this.store.setView({ root: null }) };
-    openMenu(anchor, [all, null, ...items], { label: "Folder of runs" });
-  }
-
-  async openViews(anchor) {
-    let views;
-    try {
-      ({ views } = await getJson("/api/views"));
-    } catch (error) {
-      showError(error);
-      return;
-    }
-    openPopover(anchor, new ViewsForm(this.store, views).element, { label: "Views", wide: true });
   }
 
   // --- around the rows ---
@@ -919,105 +624,6 @@ class RunsTable {
     this.rootButton.lastChild.textContent = root === undefined ? "All folders" : (roots[root] || {}).path || root;
   }
 
-  renderNote() {
-    this.note.replaceChildren();
-    this.note.hidden = this.items.length > 0;
-    if (this.items.length) return;
-    this.note.append(...this.explainEmptiness());
-  }
-
-  explainEmptiness() {
-    const { store } = this;
-    if (!store.isLoaded || (!store.rows.size && !store.meta.complete)) {
-      return [52, 38, 61, 44, 57, 40].map((width) =>
-        h("div", { class: "rt-skeleton", "aria-hidden": "true" }, h("i", { style: { width: `${width}%` } })),
-      );
-    }
-    if (!store.rows.size) return [explainFirstRun(store.meta.roots)];
-    const left = store.countLeftOut();
-    if (!store.getCandidates().length) {
-      return [
-        h(
-          "div",
-          { class: "empty" },
-          h("h2", {}, "Every run is left out of the list"),
-          h("p", {}, `${describeLeftOut(left)}.`),
-          h("button", { onclick: () => store.setView({ all: true }) }, "Show them"),
-        ),
-      ];
-    }
-    return [
-      h(
-        "div",
-        { class: "empty" },
-        h("h2", {}, "No run is such a one"),
-        h("p", {}, `${formatCount(store.getCandidates().length, "run")} do not meet what is asked for.`),
-        h("button", { onclick: () => this.search.clear() }, "Show all runs"),
-      ),
-    ];
-  }
-
-  renderFoot() {
-    const { store } = this;
-    const visible = store.getVisibleRows().length;
-    const all = store.getCandidates().length;
-    const left = store.countLeftOut();
-    const parts = [h("span", { class: "rt-count", role: "status" }, visible === all ? formatCount(all, "run") : `${visible.toLocaleString("en-US")} of ${formatCount(all, "run")}`)];
-    if (store.getGroups()) parts.push(h("span", {}, `in ${formatCount(store.getGroups().length, "group")}`));
-    if (store.isLoaded && !store.meta.complete) parts.push(h("span", { class: "rt-checking" }, "reading the folders"));
-    parts.push(this.buildDrawnNote());
-    if (left.hidden) {
-      parts.push(h("span", {}, `${left.hidden} hidden `, h("button", { onclick: () => store.setView({ hide: null }) }, "show")));
-    }
-    if (left.early || left.archived) {
-      const toggle = () => store.setView({ all: store.view.all ? null : true });
-      const text = store.view.all ? "with those that are usually left out " : `${describeLeftOut(left)} `;
-      parts.push(h("span", {}, text, h("button", { onclick: toggle }, store.view.all ? "leave out" : "show")));
-    }
-    this.foot.replaceChildren(...parts);
-  }
-
-  buildDrawnNote() {
-    const { store } = this;
-    const shown = store.get("shown");
-    const count = store.getShownRows().length;
-    const what = { auto: `the first ${count} drawn`, all: `all ${count} drawn`, none: "none drawn" }[shown];
-    const reset = shown !== "auto" && h("button", { onclick: () => store.setView({ shown: null }, { replace: true }) }, "the first ten");
-    return h("span", {}, what || `${count} drawn`, " ", reset);
-  }
-}
-
-function follow(element, event, { move, end }) {
-  const controller = new AbortController();
-  const { signal } = controller;
-  element.setPointerCapture(event.pointerId);
-  element.addEventListener("pointermove", (one) => move(one.clientX), { signal });
-  const stop = () => {
-    controller.abort();
-    end();
-  };
-  element.addEventListener("pointerup", stop, { signal });
-  element.addEventListener("pointercancel", stop, { signal });
-}
-
-function describeLeftOut({ early, archived }) {
-  const parts = [];
-  if (early) parts.push(`${early.toLocaleString("en-US")} ended before step 1`);
-  if (archived) parts.push(`${archived.toLocaleString("en-US")} archived`);
-  return parts.join(", ");
-}
-
-function explainFirstRun(roots) {
-  const paths = roots.map((root) => root.path).join(", ");
-  const folder = roots.length === 1 ? ` run.dir=${roots[0].path}` : "";
-  return h(
-    "div",
-    { class: "empty" },
-    h("h2", {}, "No runs yet"),
-    h("p", {}, `A run appears here by itself as soon as it starts in ${paths}. For example:`),
-    h("pre", {}, `echelon train trainer.epochs=20${folder}\nechelon train -m lr=0.01,0.03,0.1 seed=0,1,2${folder}`),
-    h("p", {}, "TensorBoard's event files and wandb's offline folders below it are shown as well."),
-  );
 }
 
 function getItemType(item) {
@@ -1033,316 +639,4 @@ function hashKey(text) {
   let hash = 5381;
   for (let i = 0; i < text.length; i += 1) hash = (Math.imul(hash, 33) ^ text.charCodeAt(i)) >>> 0;
   return hash.toString(36);
-}
-
-// --- one row in sight ---
-
-class RowView {
-  constructor(table, type) {
-    this.table = table;
-    this.type = type;
-    this.item = null;
-    this.isActive = false;
-    this.activeCol = -1;
-    const id = `rt-row-${(nextId += 1)}`;
-    this.cells = table.columns.map((column, i) =>
-      h("div", { class: "rt-c", role: "gridcell", id: `${id}-${i}`, "aria-colindex": String(i + 1) }),
-    );
-    this.element = h("div", { class: "rt-row", role: "row", id }, this.cells);
-    this.tick = h("div", { class: "rt-tick", role: "checkbox", "data-do": "tick", title: "Draw" }, h("i", {}));
-  }
-
-  place(index) {
-    const { element, table } = this;
-    element.style.transform = `translateY(${index * table.rowHeight}px)`;
-    element.style.display = "";
-    element.setAttribute("aria-rowindex", String(index + 2));
-  }
-
-  hide() {
-    this.item = null;
-    this.element.style.display = "none";
-  }
-
-  setTick(state, label) {
-    this.tick.setAttribute("aria-checked", state);
-    this.tick.setAttribute("aria-label", label);
-    this.element.setAttribute("aria-selected", String(state === "true"));
-  }
-
-  setActive(isActive, col) {
-    if (this.activeCol >= 0) this.cells[this.activeCol].classList.remove("is-active");
-    this.isActive = isActive;
-    this.activeCol = col;
-    this.element.classList.toggle("is-active", isActive);
-    this.element.classList.toggle("has-cell", isActive && col >= 0);
-    if (isActive && col >= 0) this.cells[col].classList.add("is-active");
-  }
-}
-
-class RunRowView extends RowView {
-  constructor(table) {
-    super(table, "run");
-    const [first, ...rest] = this.cells;
-    first.classList.add("rt-name");
-    this.link = h("a", { tabindex: "-1", "data-do": "open" });
-    this.pin = h("button", { tabindex: "-1", "data-do": "pin" }, icon("pin"));
-    const more = h("button", { tabindex: "-1", "data-do": "menu", "aria-label": "Menu of the run", title: "More" }, icon("more"));
-    first.append(this.tick, this.link, h("span", { class: "rt-more" }, this.pin, more));
-    if (table.store.view.group) first.classList.add("is-child");
-    const isTop = (row) => table.isTop(row);
-    this.shows = rest.map((cell, i) => makeCell(cell, table.columns[i + 1], isTop));
-    if (table.store.view.group) this.element.setAttribute("aria-level", "2");
-  }
-
-  show(row, index, shownIds, pinned) {
-    this.item = row;
-    this.place(index);
-    if (this.link.textContent !== row.name) {
-      this.link.textContent = row.name;
-      this.link.title = row.name;
-      this.link.href = `?page=run&run=${encodeURIComponent(row.id)}`;
-    }
-    const isShown = shownIds.has(row.id);
-    this.setTick(String(isShown), `Draw ${row.name}`);
-    this.tick.style.setProperty("--dot", isShown ? this.table.store.getColour(row.id) : "transparent");
-    const isPinned = pinned.has(row.id);
-    this.element.classList.toggle("is-pinned", isPinned);
-    this.pin.classList.toggle("is-on", isPinned);
-    this.pin.setAttribute("aria-label", isPinned ? "Unpin" : "Pin to the top");
-    this.pin.setAttribute("aria-pressed", String(isPinned));
-    for (const show of this.shows) show(row);
-  }
-}
-
-class GroupRowView extends RowView {
-  constructor(table) {
-    super(table, "group");
-    const [first, ...rest] = this.cells;
-    first.classList.add("rt-name");
-    this.element.classList.add("is-group");
-    this.element.setAttribute("aria-level", "1");
-    this.label = h("span", {});
-    this.count = h("small", {});
-    first.append(h("span", { class: "rt-fold" }, icon("right")), this.tick, this.label, this.count);
-    this.shows = rest.map((cell, i) => makeGroupCell(cell, table.columns[i + 1]));
-  }
-
-  show(group, index, shownIds) {
-    this.item = group;
-    this.place(index);
-    this.label.textContent = group.label;
-    this.label.title = group.label;
-    this.count.textContent = String(group.rows.length);
-    this.element.setAttribute("aria-expanded", String(group.isOpen));
-    const drawn = group.rows.filter((row) => shownIds.has(row.id));
-    const state = !drawn.length ? "false" : drawn.length === group.rows.length ? "true" : "mixed";
-    this.setTick(state, `Draw the runs with ${group.label}`);
-    this.tick.style.setProperty("--dot", drawn.length ? this.table.store.getColour(drawn[0].id) : "transparent");
-    for (const show of this.shows) show(group);
-  }
-}
-
-// --- forms ---
-
-class AnnotationForm {
-  constructor(store, row, draft, what, close) {
-    Object.assign(this, { store, row, draft, what, close });
-    this.chips = h("div", { class: "tag-box" });
-    this.input = h("input", {
-      "aria-label": "New tag",
-      placeholder: "add a tag",
-      maxlength: "60",
-      value: draft.typed,
-      list: "known-tags",
-      oninput: () => (draft.typed = this.input.value),
-      onkeydown: (event) => this.onTagKey(event),
-    });
-    this.note = h("textarea", {
-      rows: "3",
-      "aria-label": "Note",
-      placeholder: "what a reader should know of this run",
-      value: draft.note,
-      oninput: () => (draft.note = this.note.value),
-      onkeydown: (event) => event.key === "Enter" && !event.shiftKey && this.save(event),
-    });
-    this.error = h("div", { class: "form-error", role: "alert", hidden: true });
-    this.button = h("button", { class: "primary", type: "submit" }, "Save");
-    this.element = h(
-      "form",
-      { class: "form", onsubmit: (event) => this.save(event) },
-      h("label", {}, "Tags", this.chips),
-      h("label", {}, "Note", this.note),
-      this.error,
-      h(
-        "div",
-        { class: "form-row" },
-        this.button,
-        h("button", { type: "button", class: "quiet", onclick: () => this.close(true) }, "Discard"),
-        h("span", { class: "soft" }, "kept in the run's folder"),
-      ),
-      this.listKnownTags(),
-    );
-    this.drawTags();
-  }
-
-  listKnownTags() {
-    const known = new Set();
-    for (const row of this.store.rows.values()) for (const tag of row.tags || []) known.add(tag);
-    return h("datalist", { id: "known-tags" }, [...known].sort().slice(0, 200).map((tag) => h("option", { value: tag })));
-  }
-
-  focus() {
-    (this.what === "note" ? this.note : this.input).focus();
-  }
-
-  drawTags() {
-    const chips = this.draft.tags.map((tag) =>
-      h(
-        "span",
-        { class: "rt-chip" },
-        h("span", {}, tag),
-        h("button", { type: "button", "aria-label": `Remove the tag ${tag}`, onclick: () => this.removeTag(tag) }, icon("close")),
-      ),
-    );
-    this.chips.replaceChildren(...chips, this.input);
-  }
-
-  removeTag(tag) {
-    this.draft.tags = this.draft.tags.filter((one) => one !== tag);
-    this.drawTags();
-    this.input.focus();
-  }
-
-  onTagKey(event) {
-    const typed = this.input.value.trim();
-    if ((event.key === "Enter" || event.key === "," || event.key === " ") && typed) {
-      event.preventDefault();
-      this.takeTyped();
-    } else if (event.key === "Enter") this.save(event);
-    else if (event.key === "Backspace" && !this.input.value && this.draft.tags.length) {
-      this.removeTag(this.draft.tags.at(-1));
-    }
-  }
-
-  takeTyped() {
-    for (const tag of this.input.value.split(/[\s,]+/).filter(Boolean)) {
-      if (!this.draft.tags.includes(tag)) this.draft.tags.push(tag);
-    }
-    this.input.value = "";
-    this.draft.typed = "";
-    this.drawTags();
-    this.input.focus();
-  }
-
-  async save(event) {
-    event.preventDefault();
-    this.takeTyped();
-    const { row, draft } = this;
-    const now = this.store.rows.get(row.id) || row;
-    const before = row.tags || [];
-    const body = {
-      add_tags: draft.tags.filter((tag) => !before.includes(tag)),
-      remove_tags: before.filter((tag) => !draft.tags.includes(tag)),
-    };
-    if (draft.note !== (row.note || "")) body.note = draft.note;
-    this.button.disabled = true;
-    try {
-      const answer = await postJson(getRunPath(row.id, "/annotations"), body);
-      this.store.applyRows({ changed: [answer.row || answer] });
-      this.close(true);
-      showToast(`Saved in ${now.name}`);
-    } catch (error) {
-      if (!(error instanceof ApiError)) throw error;
-      this.error.hidden = false;
-      const kept = error.status === 0 ? "What you typed is kept; save it again when the server is back." : error.hint;
-      this.error.replaceChildren(error.message.replace(/^--tag /, ""), h("small", {}, kept));
-    } finally {
-      this.button.disabled = false;
-    }
-  }
-}
-
-class ViewsForm {
-  constructor(store, views) {
-    this.store = store;
-    this.views = { ...views };
-    this.list = h("div", { class: "columns-list" });
-    this.input = h("input", { placeholder: "Name of this view", "aria-label": "Name of this view", maxlength: "200" });
-    this.error = h("div", { class: "form-error", role: "alert" });
-    this.element = h(
-      "div",
-      {},
-      h(
-        "form",
-        { class: "popover-head", onsubmit: (event) => this.save(event) },
-        this.input,
-        h("button", { class: "primary" }, "Save"),
-        h(
-          "button",
-          { type: "button", class: "quiet", title: "Copy the address of this view", "aria-label": "Copy the address of this view", onclick: () => copyText(location.href, "The address is copied") },
-          icon("link"),
-        ),
-      ),
-      this.error,
-      this.list,
-    );
-    this.draw();
-  }
-
-  draw() {
-    const names = Object.keys(this.views).sort((a, b) => a.localeCompare(b));
-    if (!names.length) {
-      this.list.replaceChildren(h("p", { class: "soft menu-head" }, "Filter, order, columns and charts can be saved under a name."));
-      return;
-    }
-    this.list.replaceChildren(
-      ...names.map((name) =>
-        h(
-          "div",
-          { class: "form-row" },
-          h("button", { class: "menu-item views-name", onclick: () => this.open(name) }, icon("views"), h("span", { class: "menu-label" }, name)),
-          h("button", { class: "quiet", "aria-label": `Remove the view ${name}`, title: "Remove", onclick: () => this.remove(name) }, icon("close")),
-        ),
-      ),
-    );
-  }
-
-  open(name) {
-    closePopover();
-    this.store.openQuery(this.views[name]);
-  }
-
-  async save(event) {
-    event.preventDefault();
-    const name = this.input.value.trim();
-    if (!name) return;
-    if (await this.change((views) => ({ ...views, [name]: location.search }))) {
-      closePopover({ focus: true });
-      showToast(`The view ${name} is saved`);
-    }
-  }
-
-  async remove(name) {
-    await this.change((views) => {
-      const rest = { ...views };
-      delete rest[name];
-      return rest;
-    });
-    this.draw();
-  }
-
-  /** Change what is saved now, which another page may have changed since. */
-  async change(make) {
-    try {
-      const { views } = await getJson("/api/views");
-      const answer = await postJson("/api/views", { views: make(views) });
-      this.views = answer.views;
-      this.error.textContent = "";
-      return true;
-    } catch (error) {
-      this.error.textContent = `${error.message}. ${error.hint || ""}`;
-      return false;
-    }
-  }
 }

@@ -136,6 +136,18 @@ export class Column {
     return this.bestName === null ? `${row.best_name || ""} ${text}` : text;
   }
 
+  /** Return what is said of a cell under the pointer, where it is more than the cell shows. */
+  explain(item) {
+    const { key } = this;
+    if (item.rows) return this.summarize(item.rows).title || "";
+    if (key === "state") return item.why || "";
+    if (key === "best" && typeof item.best === "number") return `${item.best_name} ${item.best}`;
+    if (key === "age" || MOMENTS.has(key)) return formatTime(item.started, true);
+    if (key === "step" && isActive(item) && item.eta_s) return `${formatDuration(item.eta_s)} left at this speed`;
+    const value = this.kind === "metric" ? this.getValue(item) : null;
+    return typeof value === "number" ? String(value) : "";
+  }
+
   /** Return the width that fits most of the cells that are looked at. */
   measure(rows, groups) {
     const extra = EXTRA_PX[this.key] || 18;
@@ -273,14 +285,15 @@ export function makeCell(cell, column, isTop) {
     cell.classList.add("rt-edit");
     cell.dataset.do = "edit";
   }
-  const text = document.createElement("span");
+  const text = document.createTextNode("");
   cell.append(text);
+  let shown = "";
   return (row) => {
     const value = column.getText(row);
-    if (text.textContent === value) return;
-    text.textContent = value;
-    cell.title = value.length > 12 ? value : "";
+    if (shown === value) return;
     cell.classList.toggle("none", value === "–");
+    text.nodeValue = value;
+    shown = value;
   };
 }
 
@@ -289,12 +302,9 @@ function makeStateCell(cell) {
   const text = document.createElement("span");
   cell.append(document.createElement("i"), text);
   return (row) => {
-    if (cell.dataset.state !== row.state) {
-      cell.dataset.state = row.state;
-      text.textContent = row.state;
-    }
-    const why = row.why || "";
-    if (cell.title !== why) cell.title = why;
+    if (cell.dataset.state === row.state) return;
+    cell.dataset.state = row.state;
+    text.textContent = row.state;
   };
 }
 
@@ -305,16 +315,19 @@ function makeStepCell(cell) {
   const text = document.createElement("span");
   const eta = document.createElement("small");
   cell.append(eta, track, text);
+  let shown = "";
   return (row) => {
     const { step, total_steps: total, eta_s: left } = row;
+    const isAlive = isActive(row);
+    const key = `${step}|${total}|${left}|${isAlive}`;
+    if (key === shown) return;
+    shown = key;
     text.textContent = formatSteps(row);
     const hasShare = Boolean(total) && typeof step === "number";
-    track.classList.toggle("is-over", !isActive(row));
-    track.hidden = !hasShare || (!isActive(row) && step >= total);
-    bar.style.transform = `scaleX(${hasShare ? Math.min(1, step / total) : 0})`;
-    const isRunning = isActive(row) && typeof left === "number";
-    eta.textContent = isRunning ? formatDuration(left) : "";
-    cell.title = isRunning ? `${formatDuration(left)} left at this speed` : "";
+    track.classList.toggle("is-over", !isAlive);
+    track.hidden = !hasShare || (!isAlive && step >= total);
+    if (!track.hidden) bar.style.transform = `scaleX(${Math.min(1, step / total)})`;
+    eta.textContent = isAlive && typeof left === "number" ? formatDuration(left) : "";
     cell.classList.toggle("none", typeof step !== "number");
   };
 }
@@ -324,13 +337,17 @@ function makeBestCell(cell, column, isTop) {
   const name = document.createElement("small");
   const value = document.createElement("b");
   cell.append(name, value);
+  let shown = "";
   return (row) => {
     const has = typeof row.best === "number";
+    const isBest = has && isTop(row);
+    const key = `${row.best_name}|${row.best}|${isBest}`;
+    if (key === shown) return;
+    shown = key;
     name.textContent = has && column.bestName === null ? row.best_name || "" : "";
     value.textContent = has ? formatNumber(row.best) : "–";
-    cell.title = has ? `${row.best_name} ${row.best}` : "";
     cell.classList.toggle("none", !has);
-    cell.classList.toggle("is-top", has && isTop(row));
+    cell.classList.toggle("is-top", isBest);
   };
 }
 
@@ -342,7 +359,6 @@ function makeTagsCell(cell) {
     const text = (row.tags || []).join(",");
     if (text === shown) return;
     shown = text;
-    cell.title = text;
     cell.replaceChildren(...(row.tags || []).map((tag) => h("span", { class: "rt-tag" }, tag)));
   };
 }
@@ -360,7 +376,6 @@ export function makeGroupCell(cell, column) {
     name.textContent = said.name || "";
     text.textContent = said.text;
     std.textContent = said.std || "";
-    cell.title = said.title || (said.text.length > 12 ? said.text : "");
     cell.classList.toggle("none", said.text === "–" || Boolean(said.isSoft));
   };
 }
