@@ -219,13 +219,14 @@ def _add_metric(
         found.series[NUMBER, name] = steps[numbers[is_finite]], floats[is_finite]
     media: dict[str, list[int]] = {}
     for number, value in zip(numbers.tolist(), values, strict=True):
-        if (kind := _get_media_kind(value)) is not None:
+        if (kind := get_media_kind(value)) is not None:
             media.setdefault(kind, []).append(number)
     for kind, rows in media.items():
         found.series[kind, name] = steps[rows], positions[rows].astype(np.float64)
 
 
-def _get_media_kind(value: Any) -> str | None:
+def get_media_kind(value: Any) -> str | None:
+    """Return what a value of a line is: an image, a histogram, a text or none of them."""
     if isinstance(value, str):
         return "text"
     if is_histogram(value):
