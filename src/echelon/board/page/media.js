@@ -65,10 +65,11 @@ class MediaView {
     this.loader = new ValueLoader();
     this.asked = new Map();
     this.failure = "";
+    this.isReading = false;
     this.search = h("input", {
       type: "search",
       class: "cv-search",
-      placeholder: "Search names",
+      placeholder: "Search",
       "aria-label": "Search names",
       oninput: () => store.setView({ mdq: this.search.value || null }, { replace: true }),
     });
@@ -128,8 +129,11 @@ class MediaView {
   async load(row) {
     this.asked.set(row.id, true);
     try {
-      const { items } = await getJson(getRunPath(row.id, "/media"));
+      const { items, share = 1 } = await getJson(getRunPath(row.id, "/media"));
       this.items.set(row.id, items);
+      // A long run that is looked at for the first time is read meanwhile.
+      if (share < 1) this.onGrown([row.id]);
+      this.isReading = share < 1;
       this.failure = "";
     } catch (error) {
       this.failure = error.message;
@@ -177,12 +181,13 @@ class MediaView {
   }
 
   showNote(count, isFiltered) {
-    const isLoading = this.rows.some((row) => !this.items.has(row.id));
+    const isLoading = this.isReading || this.rows.some((row) => !this.items.has(row.id));
     const notes = [];
     if (!this.rows.length) notes.push("No run is drawn. Tick runs in the table to see what they have logged.");
     else if (!count && !isLoading && isFiltered) notes.push("Nothing of this kind and name.");
     else if (!count && !isLoading) notes.push("These runs have logged no images, histograms or texts: session.log takes them.");
     if (this.all.length > MAX_RUNS) notes.push(`${MAX_RUNS} of ${this.all.length} runs are shown`);
+    if (this.isReading) notes.push("a long run is still being read");
     if (this.failure) notes.push(this.failure);
     this.note.textContent = notes.join(" · ");
     this.note.hidden = !notes.length;
