@@ -158,7 +158,7 @@ export function mountLogs(element, store, id) {
 
   const chips = h("div", { class: "lv-chips", role: "group", "aria-label": "Logs shown" });
   const input = h("input", {
-    class: "lv-find", type: "search", placeholder: "Search in logs", "aria-label": "Search in logs", spellcheck: "false",
+    class: "lv-find", "data-search": "", type: "search", placeholder: "Search in logs", "aria-label": "Search in logs", spellcheck: "false",
     autocomplete: "off", value: store.view.find || "",
   });
   const regex = makeSwitch(".*", "Regular expression", store.view.regex === "1", () => search(true));
@@ -705,13 +705,13 @@ export function mountLogs(element, store, id) {
     if (event.target !== body || event.altKey || event.metaKey) return;
     const page = body.clientHeight - 2 * linePx;
     const moves = { ArrowDown: linePx, ArrowUp: -linePx, PageDown: page, PageUp: -page };
-    if (event.key === "Home" || event.key === "g") {
+    if (event.key === "Home") {
       setFollows(false);
       setFraction(0);
     } else if (event.key === "End" || event.key === "G") {
       setFollows(true);
       setFraction(1);
-    } else if (event.key === "/" || (event.ctrlKey && event.key === "f")) input.focus();
+    } else if (event.ctrlKey && event.key === "f") input.focus();
     else if (event.ctrlKey) return;
     else if (event.key === "n") goToMatch(1);
     else if (event.key === "N") goToMatch(-1);

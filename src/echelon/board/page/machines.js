@@ -147,8 +147,8 @@ export function mount(element, store) {
   const formatMemory = (used, total) => (isKnown(used) ? h("span", { class: "mc-key mc-key-mem" }, total ? `${formatBytes(used)} of ${formatBytes(total)}` : formatBytes(used)) : null);
 
   function drawDevice(index, name, history, total, numbers, users) {
-    return h("div", { class: "mc-gpu" }, h("div", { class: "mc-gpu-name", title: name }, h("b", null, index), cutName(name)),
-      drawSparkline(history || [], `${index} ${name}`, total), h("div", { class: "mc-numbers" }, numbers, sayRange(history)), users);
+    return h("div", { class: "mc-gpu" }, h("div", { class: "mc-gpu-head" }, h("span", { class: "mc-gpu-name", title: name }, h("b", null, index), cutName(name)), sayRange(history)),
+      drawSparkline(history || [], `${index} ${name}`, total), h("div", { class: "mc-numbers" }, numbers), users);
   }
 
   function sayRange(history) {

@@ -381,6 +381,16 @@ export function mount(element, store) {
     onRows();
   }
 
+  /** Take what belongs to this run out of the address of the page that comes after it. */
+  function forgetKeys() {
+    const { page, run } = store.view;
+    const kept = page === "run" ? ["run", "tab"] : [];
+    const stale = OWN_KEYS.filter((key) => !kept.includes(key) && ownView[key] !== undefined && store.view[key] === ownView[key]);
+    if (!stale.length || (page === "run" && run === id)) return;
+    queueMicrotask(() => store.setView(Object.fromEntries(stale.map((key) => [key, null])), { replace: true }));
+  }
+
+  let ownView = store.view;
   tablist.addEventListener("keydown", onTabKey);
   const clock = setInterval(renderHead, 5000);
   open();
@@ -388,6 +398,8 @@ export function mount(element, store) {
   return {
     update(kind) {
       if (kind === "view") {
+        if (store.view.page !== "run") return; // it is about to be unmounted
+        if (store.view.run === id) ownView = store.view;
         if (store.view.run !== id) {
           open();
           return;
@@ -401,6 +413,7 @@ export function mount(element, store) {
     },
     unmount() {
       isGone = true;
+      forgetKeys();
       clearInterval(clock);
       clearTimeout(timer);
       child?.unmount?.();

@@ -6,7 +6,7 @@ import { cleanText, longText, renderError } from "./run_parts.js";
 
 /** Show the settings of a run: `getDetails()` is what the server says of it, once it has. */
 export function mountSettings(place, store, { id, getDetails }) {
-  const input = h("input", { class: "lv-find", type: "search", placeholder: "Search settings", "aria-label": "Search settings", value: store.view.setting || "", autocomplete: "off", spellcheck: "false" });
+  const input = h("input", { class: "lv-find", "data-search": "", type: "search", placeholder: "Search settings", "aria-label": "Search settings", value: store.view.setting || "", autocomplete: "off", spellcheck: "false" });
   const only = h("input", { type: "checkbox", checked: store.view.changed === "1" });
   const count = h("span", { class: "rp-dim", role: "status", "aria-live": "polite" });
   const other = h("input", { class: "lv-find rp-with", type: "search", list: "rp-runs", placeholder: "Compare with a run …", "aria-label": "Compare with another run", autocomplete: "off" });

@@ -407,7 +407,7 @@ function makeTrialTable(store, onOpen, getId) {
   let isReverse = false;
   let frame = 0;
   const count = h("span", { class: "rp-dim", role: "status" });
-  const find = h("input", { class: "lv-find", type: "search", placeholder: "Search trials", "aria-label": "Search trials", autocomplete: "off" });
+  const find = h("input", { class: "lv-find", "data-search": "", type: "search", placeholder: "Search trials", "aria-label": "Search trials", autocomplete: "off" });
   const head = h("div", { class: "sw-head-row", role: "row" });
   const rows = h("div", { class: "sw-rows", role: "rowgroup" });
   const box = h("div", { class: "sw-table", role: "table", "aria-label": "Trials", tabindex: "0" }, h("div", { role: "rowgroup" }, head), rows);
