@@ -15,13 +15,6 @@ from echelon.board.request import NotFoundError, Request, RequestError
 from echelon.board.server import Board
 
 
-def make_board(root: Path) -> Board:
-    """A board that has read its folder."""
-    board = Board([root])
-    board.index.check()
-    return board
-
-
 def read_page(board: Board, **query: Any) -> dict[str, Any]:
     """The data in the page that is sent for a query."""
     lists = {key: value if isinstance(value, list) else [value] for key, value in query.items()}
@@ -39,7 +32,7 @@ def test_runs_and_metrics_of_the_query_are_in_the_page(tmp_path: Path) -> None:
     make_run(tmp_path, "a", lines())
     make_run(tmp_path, "<script>b", lines())
     make_run(tmp_path, "empty")
-    board = make_board(tmp_path)
+    board = Board([tmp_path])
     ids = ["0:a", "0:<script>b", "0:empty"]
     data = read_page(board, run=ids, metric=["loss", "eval_acc", "unknown"], x="epoch", log="0")
     assert [run["name"] for run in data["runs"]] == ["a", "<script>b"]
@@ -50,7 +43,7 @@ def test_runs_and_metrics_of_the_query_are_in_the_page(tmp_path: Path) -> None:
 
 def test_without_metrics_it_is_what_echelon_plot_draws(tmp_path: Path) -> None:
     make_run(tmp_path, "a", lines())
-    data = read_page(make_board(tmp_path), run="0:a")
+    data = read_page(Board([tmp_path]), run="0:a")
     assert [panel["metric"] for panel in data["panels"]] == ["loss", "eval_loss", "eval_acc"]
 
 
@@ -73,7 +66,7 @@ def test_what_cannot_be_drawn_is_refused(
 ) -> None:
     make_run(tmp_path, "a", lines())
     make_run(tmp_path, "empty")
-    board = make_board(tmp_path)
+    board = Board([tmp_path])
     with pytest.raises(error):
         send_plot_file(
             Request("GET", "/api/plot.html", board, query={k: [v] for k, v in query.items()})
