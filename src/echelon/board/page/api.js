@@ -56,7 +56,17 @@ export function getRunPath(id, rest = "") {
 /** Return the JSON of a GET. `params` may have lists; `options` may have a `signal`. */
 export async function getJson(path, params, options) {
   const answer = await request(buildAddress(path, params), options);
-  return readJson(await answer.text());
+  return readBody(answer);
+}
+
+/** `json()` reads a large answer in half the time of `text()` and a parse. */
+async function readBody(answer) {
+  try {
+    return await answer.json();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The server's answer cannot be read", String(error.message), 0);
+  }
 }
 
 function readJson(text) {
@@ -64,6 +74,49 @@ function readJson(text) {
     return JSON.parse(text);
   } catch (error) {
     throw new ApiError("The server's answer cannot be read", String(error.message), 0);
+  }
+}
+
+const ROW_START = ',{"id":"';
+const PARSED_SIGNS = 1 << 20;
+
+/** Return the answer with all rows. They are parsed while the rest of them is still on its way. */
+export async function getRows() {
+  const answer = await request("/api/runs");
+  const reader = answer.body.getReader();
+  const decoder = new TextDecoder();
+  const parts = []; // the whole text, for an answer that cannot be cut
+  let slices = []; // parsed: the head, then lists of rows
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    const text = decoder.decode(value, { stream: !done });
+    parts.push(text);
+    rest += text;
+    if (done) break;
+    if (slices && rest.length > PARSED_SIGNS) [slices, rest] = parseSlice(slices, rest);
+  }
+  if (slices && slices.length) {
+    const last = tryParse(`{"rows":[${rest}`);
+    if (last) return { ...slices[0], rows: [...slices.map((slice) => slice.rows), last.rows].flat() };
+  }
+  return readJson(parts.join(""));
+}
+
+/** Parse what comes before the last row that has begun. In text, quotes are escaped, so only a setting that is a
+ * list of objects with an id could look like the start of a row: then it cannot be parsed, and is not cut. */
+function parseSlice(slices, text) {
+  const end = text.lastIndexOf(ROW_START);
+  if (end < 0) return [slices, text];
+  const parsed = tryParse(slices.length ? `{"rows":[${text.slice(0, end)}]}` : `${text.slice(0, end)}]}`);
+  return parsed && Array.isArray(parsed.rows) ? [[...slices, parsed], text.slice(end + 1)] : [null, ""];
+}
+
+function tryParse(text) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    return null;
   }
 }
 
@@ -82,7 +135,7 @@ export async function postJson(path, body) {
     const { token } = await getHello();
     const headers = { "Content-Type": "application/json", "X-Echelon-Token": token };
     const answer = await request(path, { method: "POST", headers, body: JSON.stringify(body) });
-    return readJson(await answer.text());
+    return readBody(answer);
   };
   try {
     return await send();

@@ -1,6 +1,6 @@
 // What the page knows: the rows, the view (mirrored in the URL), and what follows from both.
 
-import { getJson } from "./api.js";
+import { getRows } from "./api.js";
 import {
   FilterError,
   RowReader,
@@ -75,8 +75,7 @@ export class Store {
 
   /** Load all rows. Those of before stay on the screen until the answer is here. */
   async load() {
-    const answer = await getJson("/api/runs");
-    this.setRows(answer);
+    this.setRows(await getRows());
   }
 
   setRows({ rows, defaults, ...meta }) {
