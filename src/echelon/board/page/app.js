@@ -213,6 +213,8 @@ function showOtherPage(page) {
 }
 
 function showTabs(current) {
+  if (panelTabs.dataset.current === current) return;
+  panelTabs.dataset.current = current;
   const tabs = Object.entries(PANELS).map(([name, [label]]) =>
     h(
       "button",

@@ -435,7 +435,7 @@ export function isSeed(key) {
   return /(^|[._])seed$/.test(key);
 }
 
-/** Return the text of a setting's name in a header: without `trainer.`, unless that would mean another. */
+/** Return a setting's name as a label: without `trainer.`, unless another of these is called so. */
 export function shortenKey(key, keys) {
   const bare = key.startsWith("trainer.") ? key.slice(8) : key;
   return bare !== key && keys.includes(bare) ? key : bare;

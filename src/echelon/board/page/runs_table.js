@@ -217,7 +217,8 @@ class RunsTable {
   /** On a phone the state is its dot, and the name leaves room for step and result. */
   narrowColumns() {
     for (const column of this.columns) {
-      if (column.key === "name") column.ownWidth = Math.min(column.ownWidth, 156);
+      const name = this.store.view.group ? 210 : 156;
+      if (column.key === "name") column.ownWidth = Math.min(column.ownWidth, name);
       if (column.key === "state") column.ownWidth = 24;
       if (column.key === "step") column.ownWidth = Math.min(column.ownWidth, 88);
     }

@@ -12,6 +12,7 @@ import {
   meetsCondition,
   parseCondition,
   requireKnownName,
+  shortenKey,
   sortRows,
   splitQuery,
 } from "./filters.js";
@@ -281,7 +282,7 @@ export class Store {
         let found = groups.get(id);
         if (!found) {
           const said = parts.filter(([, text]) => text !== "–");
-          const label = said.map(([key, text]) => `${key}=${text}`).join(" ") || "the same in all settings";
+          const label = said.map(([key, text]) => `${shortenKey(key, keys)}=${text}`).join(" ") || "the same in all settings";
           groups.set(id, (found = { key: id, label, parts, rows: [] }));
         }
         found.rows.push(row);

@@ -62,7 +62,7 @@ export class TableNotes {
     const parts = [h("span", { class: "rt-count", role: "status" }, visible === all ? formatCount(all, "run") : `${visible.toLocaleString("en-US")} of ${formatCount(all, "run")}`)];
     if (store.getGroups()) parts.push(h("span", {}, `in ${formatCount(store.getGroups().length, "group")}`));
     if (store.isLoaded && !store.meta.complete) parts.push(h("span", { class: "rt-checking" }, "reading the folders"));
-    parts.push(this.buildDrawnNote());
+    if (visible) parts.push(this.buildDrawnNote());
     if (left.hidden) {
       parts.push(h("span", {}, `${left.hidden} hidden `, h("button", { onclick: () => store.setView({ hide: null }) }, "show")));
     }
