@@ -45,6 +45,9 @@ class PyramidCache:
         self._builds = BuildQueue()
         self._reported = False
 
+    def __len__(self) -> int:
+        return len(self._pyramids)
+
     def refresh(self, run: Run, deadline: float) -> CurvePyramid:
         """Return the pyramid of a run with the lines that were added, as far as they could be read
         until a moment of time.monotonic(). A long file is left to another process: `share` says how

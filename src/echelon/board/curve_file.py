@@ -359,9 +359,10 @@ class _FrameData:
 
 def _fits_float32(columns: Floats) -> bool:
     """Return whether numbers stay the same in half the size, as most that a GPU computed do."""
-    if len(columns) and columns.shape[1] and columns[0, 0] != np.float32(columns[0, 0]):
-        return False  # most often the first number shows it
     with np.errstate(over="ignore"):
+        first = columns[:, :1]  # most often it shows already that they do not
+        if (first.astype(np.float32) != first).any():
+            return False
         return bool((columns.astype(np.float32) == columns).all())
 
 

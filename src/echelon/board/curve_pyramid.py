@@ -313,10 +313,12 @@ class CurvePyramid:
             is_fitting = compute_mark(metrics, offset) == mark
             start = max(0, offset - MARK_BYTES)
             last_bytes = os.pread(metrics.fileno(), offset - start, start)
-        if file is not self._file or not is_fitting:
-            self._start_over()
-        if not is_fitting:
+        if not is_fitting:  # a resumed run has written other lines
+            if file is self._file:
+                self._start_over()
             return False
+        if file is not self._file:
+            self._start_over()
         self._file, self._path = file, path
         self._forget_tails()
         for facts in frames:
@@ -370,8 +372,9 @@ class CurvePyramid:
         memory, and `fault` says why."""
         with self.lock:
             if self.is_in_memory:
-                self._file.append_frame(*self._make_frame(self._file))
-                self._note_stored()
+                with contextlib.suppress(OSError):  # then it takes more memory than it would
+                    self._file.append_frame(*self._make_frame(self._file))
+                    self._note_stored()
                 return True
             for place in self._list_writable_places():
                 try:

@@ -83,6 +83,18 @@ def query_curve(
     OSError if metrics.jsonl cannot be read.
     """
     pyramid = pyramids.refresh(run, time.monotonic() + _READ_S)
+    return read_curve(pyramid, metric, x, from_x, to_x, width)
+
+
+def read_curve(
+    pyramid: CurvePyramid,
+    metric: str,
+    x: str,
+    from_x: float | None,
+    to_x: float | None,
+    width: int,
+) -> CurvePoints:
+    """Return the points of a metric as far as a pyramid has them; see `query_curve`."""
     curve = _OpenCurve.find(pyramid, metric, build_scale(pyramid, x, from_x, to_x))
     first, last = curve.get_range()
     return curve.draw(first if from_x is None else from_x, last if to_x is None else to_x, width)
