@@ -6,6 +6,7 @@ themselves are read when they are asked for.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -108,7 +109,9 @@ def _read_value(run: Run, position: int, name: str) -> Any:
 
 
 def _answer_with_image(run: Run, value: Any, step: float) -> Response:
-    path = find_image(run, value)
+    path = None
+    with contextlib.suppress(OSError):  # a name that is too long for any file
+        path = find_image(run, value)
     if path is None:
         raise NotFoundError(f"the image of step {step:g} is not there any more")
     # What leads out of the run's folder, however it does, is not served.
