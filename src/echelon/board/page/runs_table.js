@@ -30,7 +30,7 @@ class RunsTable {
     this.views = new Map();
     this.free = { run: [], group: [] };
     this.active = { id: null, col: -1, isHead: false };
-    this.top = new Map();
+    this.tops = new Map();
     this.frame = 0;
     this.drafts = new Map();
     this.before = null;
@@ -158,20 +158,24 @@ class RunsTable {
 
   /** Find the best result of each experiment and metric among the runs that are shown. */
   findTops() {
-    this.top = new Map();
-    const counts = new Map();
-    for (const row of this.store.getVisibleRows()) {
-      if (typeof row.best !== "number") continue;
-      const key = `${row.experiment}\n${row.best_name}`;
-      const known = this.top.get(key);
-      counts.set(key, (counts.get(key) || 0) + 1);
-      if (known === undefined || (row.best_is === "max" ? row.best > known : row.best < known)) this.top.set(key, row.best);
+    const tops = new Map();
+    let last = { experiment: null, name: null, top: null };
+    for (const { best, best_is: bestIs, best_name: name, experiment } of this.store.getVisibleRows()) {
+      if (typeof best !== "number") continue;
+      if (last.experiment !== experiment || last.name !== name) {
+        const key = `${experiment}\n${name}`;
+        if (!tops.has(key)) tops.set(key, { best, count: 0 });
+        last = { experiment, name, top: tops.get(key) }; // most runs are like the one before
+      }
+      last.top.count += 1;
+      if (bestIs === "max" ? best > last.top.best : best < last.top.best) last.top.best = best;
     }
-    for (const [key, count] of counts) if (count < 2) this.top.delete(key);
+    this.tops = tops;
   }
 
   isTop(row) {
-    return this.top.get(`${row.experiment}\n${row.best_name}`) === row.best;
+    const top = this.tops.get(`${row.experiment}\n${row.best_name}`);
+    return top !== undefined && top.count > 1 && top.best === row.best;
   }
 
   getColumnKeys() {
