@@ -84,7 +84,9 @@ def can_print_unicode(stream: TextIO, env: Mapping[str, str]) -> bool:
     if chosen in ("C", "POSIX") and (env.get("LC_ALL") or own in ("", "C", "POSIX", "C.UTF-8")):
         return False
     try:
-        "⣿▁│└×…".encode(stream.encoding or "ascii")
+        # What captures the output of a program that draws its own screen has no encoding.
+        encoding = getattr(stream, "encoding", getattr(sys.__stdout__, "encoding", None))
+        "⣿▁│└×…".encode(encoding or "ascii")
     except (UnicodeError, LookupError):
         return False
     return True

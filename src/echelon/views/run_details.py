@@ -8,7 +8,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,22 @@ from echelon.config.schema import find_script
 from echelon.errors import ExitCode
 from echelon.runs.accounting import RunAccounting, account_for_run
 from echelon.runs.annotations import Annotations, read_annotations
-from echelon.runs.curves import Curve, RunMetrics, load_metrics, read_overview
+from echelon.runs.curves import (
+    AxisPoints,
+    Curve,
+    RunMetrics,
+    choose_best_direction,
+    load_metrics,
+    read_overview,
+    read_record_history,
+    sort_metric_names,
+)
 from echelon.runs.find import find_run_including_broken
 from echelon.runs.history import RunHistory
 from echelon.runs.metrics_file import SPEED_METRICS, is_number, read_recent_metrics
 from echelon.runs.record import RunRecord, read_run_records
 from echelon.runs.run_folder import Run
+from echelon.runs.slurm_queue import SlurmQueueAnswer
 from echelon.snapshot.layout import find_best, list_snapshots, parse_step
 from echelon.tracking.summary import (
     format_effective_time,
@@ -106,6 +116,32 @@ class RunDetails:
         )
         return cls(record, metrics, step, overview.trained_s, annotations, accounting)
 
+    @classmethod
+    def read_summarized(
+        cls, run: Run, ask_slurm: Callable[[Sequence[str]], SlurmQueueAnswer]
+    ) -> RunDetails:
+        """As read(), but without reading all of the metrics: each has its best and its last value,
+        as they are summed up. It takes no longer for a long run, and Slurm is asked as given."""
+        [record], _ = read_run_records([run], ask_slurm)
+        overview, history = read_overview(record), read_record_history(record)
+        curves = {}
+        summaries = overview.summary.metrics
+        for name in sort_metric_names(summaries, record.best_name):
+            each = summaries[name]
+            best_is = choose_best_direction(name, record)
+            best, best_step = each.get_best(best_is), each.min_step
+            if best_is == "max":
+                best_step = each.max_step
+            values, steps = [best, each.last], [best_step, each.last_step]
+            curves[name] = Curve(name, best_is, steps, values, values, each.count)
+        not_finite = overview.summary.not_finite
+        metrics = RunMetrics(curves, not_finite, AxisPoints([], [], []), None, None, history)
+        logged_step = overview.summary.last_training_step
+        accounting = account_for_run(history, None if logged_step is None else int(logged_step))
+        annotations = read_annotations(run)
+        step = overview.progress.step
+        return cls(record, metrics, step, overview.trained_s, annotations, accounting)
+
 
 def show_run(where: str, root: str, as_json: bool) -> int:
     """Print one run, or with ``as_json`` JSON."""
@@ -115,6 +151,15 @@ def show_run(where: str, root: str, as_json: bool) -> int:
         return ExitCode.OK
     screen = create_console()
     width = min(get_width(screen), 200)
+    chart_width = _PIPED_CHART_WIDTH if get_width(screen) == PIPED_WIDTH else width
+    print_details(details, screen, width, list(_render_curves(details, chart_width)))
+    return ExitCode.OK
+
+
+def print_details(
+    details: RunDetails, screen: Console, width: int, curves: Sequence[str] = ()
+) -> None:
+    """Print one run: what it was, its results and, below them, the lines of its curves."""
     _print_header(details, screen, width)
     screen.print()
     for table in (
@@ -125,14 +170,11 @@ def show_run(where: str, root: str, as_json: bool) -> int:
             screen.print(row)
     for result in _render_results(details.metrics, width):
         screen.print(result)
-    for line in _render_curves(
-        details, _PIPED_CHART_WIDTH if get_width(screen) == PIPED_WIDTH else width
-    ):
+    for line in curves:
         screen.print(line)
     screen.print()
     for name, value in (_list_locations(details.record) | _suggest_commands(details)).items():
         _print_row(screen, name, value, width)
-    return ExitCode.OK
 
 
 def _to_json_data(details: RunDetails) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import operator
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ class RunsQuery:
 
 def show_runs(root: Path, query: RunsQuery, as_json: bool) -> int:
     """Print the table, or with ``as_json`` JSON, of the runs in a folder."""
-    conditions = [_parse_condition(text) for text in query.filters]
+    conditions = [parse_condition(text) for text in query.filters]
     records, silence = read_run_records(list_runs(root, include_broken=True))
     listing = split_listing(records, query.show_all)
     every = [RunRow(record) for record in listing.shown]
@@ -158,7 +158,7 @@ class FilterCondition:
     relation: str
     value: str
 
-    def is_met(self, values: dict[str, Any]) -> bool:
+    def is_met(self, values: Mapping[str, Any]) -> bool:
         """Return whether a run with these values meets it. A run without the key meets only
         `!=`."""
         if self.key not in values:
@@ -178,7 +178,8 @@ class FilterCondition:
         return fnmatch.fnmatchcase(format_setting_value(mine), self.value)
 
 
-def _parse_condition(text: str) -> FilterCondition:
+def parse_condition(text: str) -> FilterCondition:
+    """Return a condition of --filter. Raises EchelonError for a text that is none."""
     match = _CONDITION.fullmatch(text)
     if match is None:
         raise EchelonError(
