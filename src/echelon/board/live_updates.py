@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ class Subscriber:
     """One page that listens."""
 
     generation: int
-    watched: tuple[str, ...]
+    watched: Collection[str]
     is_complete: bool | None = None
     """What it was last told."""
     grown: dict[str, set[str]] = field(default_factory=dict)
@@ -65,12 +65,16 @@ class LiveUpdates:
             self._news.notify_all()
         self._wake_up()
 
-    def listen(self, generation: int, watched: Sequence[str]) -> Iterator[bytes]:
-        """Yield what one page hears, as server-sent events, until the iterator is closed."""
+    def listen(self, generation: int, watched: Collection[str]) -> Iterator[bytes]:
+        """Yield what one page hears, as server-sent events, until the iterator is closed.
+
+        `watched` are the ids of runs whose growth it hears of. They are looked at again and again,
+        so they may change, in any thread.
+        """
         if self._index.get_changes(generation) is None:
             yield format_event("reload", {})
             return
-        subscriber = Subscriber(generation, tuple(watched))
+        subscriber = Subscriber(generation, watched)
         with self._news:
             if len(self._subscribers) >= _MAX_PAGES:
                 raise RequestError(f"{_MAX_PAGES} pages are open already", "close some")
