@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +73,8 @@ class ForeignKeeper:
             except OSError:  # the cache folder cannot be written: it may be later
                 looked_s = _LOOK_EVERY_S
             except Exception:  # a bug of ours must not end all others
+                import traceback
+
                 traceback.print_exc()
                 looked_s = _LOOK_EVERY_S
             time.sleep(max(_LOOK_EVERY_S, looked_s / _SHARE_OF_TIME))

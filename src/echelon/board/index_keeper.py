@@ -25,8 +25,8 @@ _LOOK_ALL_S = 5.0
 _CHECK_ALIVE_S = 5.0
 _SAVE_S = 5.0
 _MIN_PAUSE_S = 0.25
-_MAX_PAUSE_S = 3.0
-_SHARE_OF_CORE = 0.006
+_MAX_PAUSE_S = 4.0
+_SHARE_OF_CORE = 0.005
 _METRICS_FILE = "metrics.jsonl"
 _STATUS_FILES = {
     *RUN_FILES,
@@ -65,6 +65,8 @@ class IndexKeeper:
         self._logs: dict[str, str] = {}
         """Folders of logs that a page shows, with the id of their run."""
         self._log_sizes: dict[str, int] = {}
+        self._used_s = 0.0
+        """What this thread has used of a core when it read rows last."""
         self._next_rows = self._next_active = self._next_all = self._next_save = 0.0
 
     # --- from the first look to the last ---
@@ -82,6 +84,7 @@ class IndexKeeper:
         for root in range(len(self._index.roots)):
             self._watch_runs(root)
         self._index.is_complete = True
+        self._used_s = time.thread_time()
         self._on_change()
         self._save()
 
@@ -128,9 +131,10 @@ class IndexKeeper:
         self._grown |= self._newly_grown
         self._newly_grown = set()
         if now >= self._next_rows and (self._dirty or self._grown):
-            began_s = time.thread_time()
             self._read_changed()
-            cost_s = time.thread_time() - began_s
+            # By all that this thread has done since it read rows before.
+            used_s = time.thread_time()
+            cost_s, self._used_s = used_s - self._used_s, used_s
             pause_s = min(_MAX_PAUSE_S, max(_MIN_PAUSE_S, cost_s / _SHARE_OF_CORE))
             self._next_rows = time.monotonic() + pause_s
         if now >= self._next_save:
@@ -266,7 +270,8 @@ class IndexKeeper:
                 if seen[1:] != known[1:]:
                     self._newly_grown.add(key)
             if live.is_due(now):
-                live.wait_until(now + _CHECK_ALIVE_S)
+                # Of many runs each is asked less often: it takes a look at its process.
+                live.wait_until(now + max(_CHECK_ALIVE_S, 0.1 * len(self._live)))
                 if live.has_other_state():
                     self._dirty.add(key)
         grown: set[str] = set()

@@ -11,7 +11,6 @@ import json
 import os
 import threading
 import time
-import traceback
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,6 +161,8 @@ class LiveUpdates:
             try:
                 self._keep_while_needed()
             except Exception:  # a bug of ours must not leave pages without news for ever
+                import traceback
+
                 traceback.print_exc()
                 time.sleep(_BEAT_S)
 

@@ -8,7 +8,6 @@ is damaged is a run that is read again, and a file of another version is none.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import stat
@@ -385,6 +384,8 @@ def find_board_folder(root: Path) -> Path:
             found = own.lstat() if os.path.lexists(own) else None
             if found is None or (stat.S_ISDIR(found.st_mode) and found.st_uid == user):
                 return own
+    import hashlib
+
     return find_board_cache() / "roots" / hashlib.blake2b(os.fsencode(root)).hexdigest()[:24]
 
 

@@ -1,4 +1,4 @@
-"""The server of the board: HTTP/1.1 of the standard library, a table of routes, and its guard.
+"""The server of the board: its table of routes, and the gate before it.
 
 Every request passes the same gate before a handler sees it: the name of the host (a page elsewhere
 may have rebound its own name to this address), the token, and for a change also the token in a
@@ -8,24 +8,23 @@ header and the page's own origin.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import os
-import secrets
+import select
 import socket
 import stat
-import sys
 import threading
-import traceback
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
+from urllib.parse import parse_qs, unquote, urlencode
+from zlib import crc32
 
 from echelon.board import live_updates, saved_views
+from echelon.board.http_connection import HttpConnection, HttpMessage
 from echelon.board.request import (
     ForbiddenError,
     Handler,
@@ -48,24 +47,15 @@ _CONTENT_TYPES = {
     ".svg": "image/svg+xml",
     ".png": "image/png",
 }
-_SECURITY_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "img-src 'self' data: blob:; connect-src 'self'; font-src 'none'; base-uri 'none'; "
-    "form-action 'self'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "X-Frame-Options": "DENY",
-}
 _ROUTE_MODULES = (
     *("curve_queries", "media", "run_page", "log_lines"),
     *("machines", "sweep_pages", "actions", "foreign_runs", "plot_file"),
 )
 """Of this package, each with ROUTES. They are imported when a route is asked for that is not known
 yet."""
-_MAX_BODY = 1_000_000
-_IDLE_S = 60.0
+_OTHER_SITES = ("cross-site", "same-site")
+"""As browsers say where a request is from; other ports of this machine are the same site."""
+_MAX_CONNECTIONS = 256
 _POOL_SIZE = 4
 
 
@@ -176,6 +166,12 @@ _ROUTES: list[Route] = [
 ]
 
 
+def _make_method_error(path: str, method: str) -> RequestError:
+    error = RequestError(f"{path[:200]} does not take {method}")
+    error.status = 405
+    return error
+
+
 class RouteTable:
     """Finds the handler of a path. The modules of handlers are imported when they are needed."""
 
@@ -195,10 +191,8 @@ class RouteTable:
         if method in found:
             return found[method]
         if found:
-            error = RequestError(f"{path} does not take {method}")
-            error.status = 405
-            raise error
-        raise NotFoundError(f"there is no {path}")
+            raise _make_method_error(path, method)
+        raise NotFoundError(f"there is no {path[:200]}")
 
     def _match(self, path: str) -> dict[str, tuple[Handler, dict[str, str]]]:
         words = path.split("/")
@@ -226,7 +220,7 @@ class RouteTable:
                 try:
                     routes = import_module(module).ROUTES
                 except Exception:  # one that cannot be had must not take the others with it
-                    traceback.print_exc()
+                    print_exception()
                     continue
                 self._routes += [(method, p.split("/"), handler) for method, p, handler in routes]
             self._is_whole = True
@@ -235,199 +229,211 @@ class RouteTable:
 # --- the server ---
 
 
-class BoardServer(ThreadingHTTPServer):
-    """Serves one board. Its thread is the caller's."""
-
-    daemon_threads = True
-    allow_reuse_address = True
-    request_queue_size = 128
+class BoardServer:
+    """Serves one board, a thread for each connection."""
 
     def __init__(self, board: Board, host: str, port: int, token: str) -> None:
         self.board = board
         self.token = token
         self.host = host
         self.routes = RouteTable(_ROUTES)
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), BoardRequestHandler)
-
-    def server_bind(self) -> None:
-        """Bind without asking a name server for the host's name."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = self.host, self.server_address[1]
+        self._connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((host, port))
+            self._socket.listen(128)
+            self._socket.setblocking(False)
+        except BaseException:
+            self._socket.close()
+            raise
+        self.server_port = int(self._socket.getsockname()[1])
+        self._is_closed = False
 
     @property
     def url(self) -> str:
         """The address of the page, with the token."""
-        shown = f"[{self.host}]" if ":" in self.host else self.host
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{self.server_port}/?token={self.token}"
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a page that has gone; print what is a bug of ours."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            traceback.print_exc()
+    def serve_forever(self, wake: int | None = None) -> None:
+        """Accept connections until server_close() is called.
 
-    def is_own_host(self, host_header: str) -> bool:
-        """Return whether a request was sent to this server by its own address, not by a name that
-        somebody made lead here."""
-        name = urlsplit(f"//{host_header}").hostname or ""
-        own = {self.host, "127.0.0.1", "localhost", "::1"}
-        if not is_loopback(self.host):
-            own |= {socket.gethostname(), socket.getfqdn()}
-            return name in own or _is_ip_address(name)
-        return name in own
+        A signal may reach any thread, and its handler waits for the main one: with `wake`, a
+        handle that can be read when one has come, this thread is woken up for it.
+        """
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if wake is not None:
+            poll.register(wake, select.POLLIN)
+        while not self._is_closed:
+            poll.poll()
+            try:
+                connection, _ = self._socket.accept()
+            except BlockingIOError:
+                continue
+            except OSError:
+                if not self._is_closed:
+                    time.sleep(0.1)  # too many open files: some will be closed
+                continue
+            connection.setblocking(True)
+            if not self._connections.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
+    def server_close(self) -> None:
+        """Stop accepting connections."""
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes up accept()
+        self._socket.close()
 
-class BoardRequestHandler(BaseHTTPRequestHandler):
-    """One connection of a page."""
-
-    protocol_version = "HTTP/1.1"
-    server_version = "echelon"
-    sys_version = ""
-    timeout = _IDLE_S
-    disable_nagle_algorithm = True
-    server: BoardServer
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: requests hold names of runs and the token."""
-
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         try:
-            response = self._find_response()
+            HttpConnection(connection, self._respond).serve()
+        finally:
+            self._connections.release()
+
+    def _respond(self, message: HttpMessage) -> Response | StreamResponse:
+        """Return the answer to a request, whatever comes of it."""
+        try:
+            return self._find_response(message)
         except RequestError as error:
-            response = json_response({"error": error.what, "hint": error.hint}, error.status)
+            return json_response({"error": error.what, "hint": error.hint}, error.status)
         except EchelonError as error:
             what = "; ".join(fault.what for fault in error.faults)
             hint = "; ".join(fault.do for fault in error.faults)
-            response = json_response({"error": what, "hint": hint}, 400)
+            return json_response({"error": what, "hint": hint}, 400)
         except Exception:
-            traceback.print_exc()
+            print_exception()
             hint = "the terminal of `echelon board` shows more"
-            response = json_response({"error": "an error of the board", "hint": hint}, 500)
-        if isinstance(response, StreamResponse):
-            self._send_stream(response)
-        else:
-            self._send(response)
+            return json_response({"error": "an error of the board", "hint": hint}, 500)
 
-    def _find_response(self) -> Response | StreamResponse:
-        body = self._read_body()
-        target = urlsplit(self.path)
-        if not self.server.is_own_host(self.headers.get("Host", "")):
+    def _find_response(self, message: HttpMessage) -> Response | StreamResponse:
+        # 1. The gate: nobody who was led here by another page gets anything.
+        headers = message.headers
+        if not self._is_own_host(headers.get("host", "")):
             raise ForbiddenError("this is not the address of the board", "use the printed URL")
-        query = parse_qs(target.query, keep_blank_values=True, max_num_fields=20_000)
-        is_page = self.command in ("GET", "HEAD") and not target.path.startswith("/api/")
-        if is_page and self._is_token(query.get("token", [""])[0]):
-            return self._set_cookie(target.path, query)
-        if is_page and target.path != "/":
-            return self._find_page_file(target.path)
-        if not self._has_token():
-            if is_page:
-                return Response(_read_page_file("login.html"), _CONTENT_TYPES[".html"], 401)
+        site = headers.get("sec-fetch-site", "none")
+        if site in _OTHER_SITES and headers.get("sec-fetch-mode") != "navigate":
+            raise ForbiddenError("the board answers its own page alone")
+        query = _parse_query(message.query)
+        # 2. The page, whose files hold nothing of the user's.
+        if not message.path.startswith("/api/"):
+            if message.method == "POST":
+                raise _make_method_error(message.path, message.method)
+            return self._find_page(message, query)
+        # 3. What needs the token.
+        if not self._has_token(headers):
             error = RequestError("the token is missing", "open the URL that was printed")
             error.status = 401
             raise error
-        if is_page:
-            return Response(_read_page_file("index.html"), _CONTENT_TYPES[".html"])
-        if self.command == "POST":
-            self._require_own_page()
-        method = "GET" if self.command == "HEAD" else self.command
-        handler, values = self.server.routes.find(method, target.path)
-        headers = {name.lower(): value for name, value in self.headers.items()}
-        headers["x-board-token"] = self.server.token
+        if message.method == "POST":
+            self._require_own_page(headers)
+        method = "GET" if message.method == "HEAD" else message.method
+        handler, values = self.routes.find(method, message.path)
+        given = {**headers, "x-board-token": self.token}
+        path = unquote(message.path)
         return handler(
-            Request(
-                self.command, unquote(target.path), self.server.board, values, query, headers, body
-            )
+            Request(message.method, path, self.board, values, query, given, message.body)
         )
 
     # --- the gate ---
 
-    def _read_body(self) -> bytes:
-        length = self.headers.get("Content-Length", "0")
-        if "Transfer-Encoding" in self.headers or not length.isdecimal():
-            self.close_connection = True
-            raise RequestError("a body needs its Content-Length")
-        if int(length) > _MAX_BODY:
-            self.close_connection = True
-            error = RequestError(f"the body is longer than {_MAX_BODY} bytes")
-            error.status = 413
-            raise error
-        return self.rfile.read(int(length))
+    def _is_own_host(self, header: str) -> bool:
+        """Return whether a request was sent to this server by its own address, not by a name that
+        somebody made lead here."""
+        name = _split_host(header)[0]
+        if name in {self.host, "127.0.0.1", "localhost", "::1"} - {""}:
+            return True
+        if is_loopback(self.host):
+            return False
+        return _is_ip_address(name) or name in (socket.gethostname(), socket.getfqdn())
 
     def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode("utf-8", "replace"), self.server.token.encode())
+        from hmac import compare_digest
 
-    def _has_token(self) -> bool:
-        if self._is_token(self.headers.get("X-Echelon-Token", "")):
+        return compare_digest(given.encode("utf-8", "replace"), self.token.encode())
+
+    def _has_token(self, headers: Mapping[str, str]) -> bool:
+        if self._is_token(headers.get("x-echelon-token", "")):
             return True
-        for cookie in self.headers.get("Cookie", "").split(";"):
-            name, _, value = cookie.strip().partition("=")
-            if name == self._cookie_name and self._is_token(value):
-                return True
-        return False
+        name = _make_cookie_name(headers)
+        cookies = (each.strip().partition("=") for each in headers.get("cookie", "").split(";"))
+        return any(key == name and self._is_token(value) for key, _, value in cookies)
 
-    @property
-    def _cookie_name(self) -> str:
-        # A browser sends the cookies of a host to all its ports: each has one of its own.
-        port = urlsplit(f"//{self.headers.get('Host', '')}").port or 80
-        return f"echelon-board-{port}"
-
-    def _require_own_page(self) -> None:
-        if self.headers.get("Origin", "") != f"http://{self.headers.get('Host', '')}":
+    def _require_own_page(self, headers: Mapping[str, str]) -> None:
+        if headers.get("origin", "") != f"http://{headers.get('host', '')}":
             raise ForbiddenError("changes are made from the board's own page alone")
-        if not self._is_token(self.headers.get("X-Echelon-Token", "")):
+        if not self._is_token(headers.get("x-echelon-token", "")):
             raise ForbiddenError("a change needs the token in the header X-Echelon-Token")
 
-    def _set_cookie(self, path: str, query: dict[str, list[str]]) -> Response:
-        rest = urlencode([(k, v) for k, values in query.items() for v in values if k != "token"])
-        place = "/" + quote(unquote(path).lstrip("/\\")) + (f"?{rest}" if rest else "")
-        cookie = f"{self._cookie_name}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
-        return Response(b"", "text/plain", 303, {"Location": place, "Set-Cookie": cookie})
+    # --- the page ---
 
-    # --- answers ---
+    def _find_page(self, message: HttpMessage, query: dict[str, list[str]]) -> Response:
+        if message.path != "/":
+            return _answer_page_file(message.path[1:], message.headers)
+        if self._is_token(query.get("token", [""])[0]):
+            rest = urlencode([(k, v) for k, each in query.items() for v in each if k != "token"])
+            cookie = f"{_make_cookie_name(message.headers)}={self.token}"
+            headers = {
+                "Location": f"/?{rest}" if rest else "/",
+                "Set-Cookie": f"{cookie}; HttpOnly; SameSite=Strict; Path=/",
+            }
+            return Response(b"", "text/plain", 303, headers)
+        if not self._has_token(message.headers):
+            return Response(_read_page_file("login.html"), _CONTENT_TYPES[".html"], 401)
+        return Response(_read_page_file("index.html"), _CONTENT_TYPES[".html"])
 
-    def _find_page_file(self, path: str) -> Response:
-        name = path[1:]
-        if name not in os.listdir(_PAGE_FOLDER) or Path(name).suffix not in _CONTENT_TYPES:
-            raise NotFoundError(f"there is no {path[:200]}")
-        return Response(_read_page_file(name), _CONTENT_TYPES[Path(name).suffix])
 
-    def _send(self, response: Response) -> None:
-        self.send_response(response.status)
-        self._send_headers(response.content_type, response.headers)
-        self.send_header("Content-Length", str(len(response.body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(response.body)
+def print_exception() -> None:
+    """Print an exception that is a bug of ours, for the person at the terminal."""
+    import traceback
 
-    def _send_stream(self, response: StreamResponse) -> None:
-        self.close_connection = True
-        self.send_response(200)
-        self._send_headers(response.content_type, response.headers)
-        self.send_header("Connection", "close")
-        self.end_headers()
-        try:
-            if self.command != "HEAD":
-                for piece in response.pieces:
-                    self.wfile.write(piece)
-        finally:
-            if isinstance(response.pieces, Generator):
-                response.pieces.close()
+    traceback.print_exc()
 
-    def _send_headers(self, content_type: str, more: Any) -> None:
-        for name, value in (_SECURITY_HEADERS | {"Cache-Control": "no-store"} | more).items():
-            self.send_header(name, value)
-        self.send_header("Content-Type", content_type)
+
+def _parse_query(text: str) -> dict[str, list[str]]:
+    try:
+        return parse_qs(text, keep_blank_values=True, max_num_fields=10_000)
+    except ValueError:
+        raise RequestError("there is too much in the address") from None
+
+
+def _split_host(header: str) -> tuple[str, str]:
+    """Return host and port of a header; an empty host for nonsense."""
+    if header.startswith("["):
+        name, _, rest = header[1:].partition("]")
+        return name.lower(), rest.removeprefix(":")
+    name, _, port = header.partition(":")
+    return ("", "") if not port.isdecimal() and port else (name.lower(), port)
+
+
+def _make_cookie_name(headers: Mapping[str, str]) -> str:
+    # A browser sends the cookies of a host to all its ports: each has one of its own.
+    return f"echelon-board-{_split_host(headers.get('host', ''))[1] or 80}"
+
+
+def _answer_page_file(name: str, headers: Mapping[str, str]) -> Response:
+    """Return a file of the page, by its name in the folder; nothing else is looked for."""
+    suffix = name[name.rfind(".") :]
+    if suffix not in _CONTENT_TYPES or name not in _list_page_files():
+        raise NotFoundError(f"there is no /{name[:200]}")
+    body = _read_page_file(name)
+    mark = f'"{crc32(body):08x}-{len(body)}"'
+    caching = {"Cache-Control": "no-cache", "ETag": mark}
+    if headers.get("if-none-match") == mark:
+        return Response(b"", _CONTENT_TYPES[suffix], 304, caching)
+    return Response(body, _CONTENT_TYPES[suffix], 200, caching)
+
+
+def _list_page_files() -> list[str]:
+    try:
+        return os.listdir(_PAGE_FOLDER)
+    except OSError:
+        return []
 
 
 def _read_page_file(name: str) -> bytes:
@@ -465,6 +471,8 @@ def read_or_make_token() -> str:
         is_private = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
         if is_private and not found.st_mode & 0o077 and len(token) == 64:
             return token
+    import secrets
+
     token = secrets.token_hex(32)
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

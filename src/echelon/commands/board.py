@@ -105,6 +105,8 @@ def _serve(roots: list[Path], given: Any) -> int:
     # At once, wherever a thread stands: what is kept in files is replaced as a whole.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(ExitCode.OK))
+    wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     if not is_loopback(given.host):
         print(
             f"warning: the board is served on {given.host}: who reaches this address and has the "
@@ -127,7 +129,7 @@ def _serve(roots: list[Path], given: Any) -> int:
         shared.watch.request_check()  # else with the first page, after its rows were sent
     if not given.no_browser and not given.json and sys.stdout.isatty() and _has_screen():
         threading.Thread(target=_open_browser, args=(server.url,), daemon=True).start()
-    server.serve_forever()
+    server.serve_forever(wake)
     return ExitCode.OK
 
 
