@@ -251,7 +251,7 @@ def damage_head(file: Path) -> None:
 
 def damage_end(file: Path) -> None:
     with file.open("ab") as opened:
-        opened.write(b"ECHCRV01" + os.urandom(200))
+        opened.write(b"ECHCRV02" + os.urandom(200))
 
 
 def damage_everything(file: Path) -> None:

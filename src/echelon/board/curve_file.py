@@ -40,13 +40,13 @@ BUCKET_COLUMNS = 7
 STEP_COLUMNS = {RAW_COLUMNS: 1, BUCKET_COLUMNS: 2}
 """How many of the columns are steps alone, which series share."""
 
-_MAGIC = b"ECHCRV01"
+_MAGIC = b"ECHCRV02"
 _HEAD = struct.Struct("<8sQQQI4x")
 """Magic, bytes of facts, number of entries, bytes of data, checksum."""
 _ENTRY = np.dtype(
     [
         *(("series", "<u4"), ("level", "u1"), ("steps_type", "u1"), ("values_type", "u1")),
-        *(("unused", "u1"), ("count", "<u4"), ("steps_crc", "<u4"), ("values_crc", "<u4")),
+        *(("unused", "u1"), ("length", "<u4"), ("steps_crc", "<u4"), ("values_crc", "<u4")),
         *(("steps_at", "<u8"), ("values_at", "<u8")),
     ],
     align=False,
@@ -76,6 +76,22 @@ class NewSegment(NamedTuple):
 class _Frame:
     entries: NDArray[np.void]
     facts: dict[str, Any]
+
+
+class _Segment(NamedTuple):
+    """An entry of a frame, as plain numbers."""
+
+    series: int
+    level: int
+    steps_type: int
+    values_type: int
+    unused: int
+    length: int
+    """Records."""
+    steps_crc: int
+    values_crc: int
+    steps_at: int
+    values_at: int
 
 
 class CurveFile:
@@ -204,32 +220,34 @@ class CurveFile:
             found = self._levels[series, level] = Level(self, level, entries)
         return found
 
-    def read_segment(self, entry: np.void, level: int, first: int, stop: int) -> Floats:
+    def read_segment(self, segment: _Segment, first: int, stop: int) -> Floats:
         """Return records of a segment; raises DamagedCurvesError if they are not those that were
         written."""
-        columns = RAW_COLUMNS if level == 0 else BUCKET_COLUMNS
+        columns = BUCKET_COLUMNS if segment.level else RAW_COLUMNS
         split = STEP_COLUMNS[columns]
         records = np.empty((columns, stop - first))
-        self._read_columns(entry, "steps", records[:split], first)
-        self._read_columns(entry, "values", records[split:], first)
+        steps = _Placed(segment.steps_at, segment.steps_type, segment.steps_crc)
+        values = _Placed(segment.values_at, segment.values_type, segment.values_crc)
+        self._read_columns(steps, segment.length, records[:split], first)
+        self._read_columns(values, segment.length, records[split:], first)
         return records
 
-    def _read_columns(self, entry: np.void, part: str, records: Floats, first: int) -> None:
+    def _read_columns(self, placed: _Placed, count: int, records: Floats, first: int) -> None:
         """Fill in records from a number on."""
-        position, type_code = int(entry[f"{part}_at"]), int(entry[f"{part}_type"])
+        position, type_code, checksum = placed
         if type_code >= len(_TYPES):
             raise DamagedCurvesError
-        count, number_type = int(entry["count"]), _TYPES[type_code]
+        number_type = _TYPES[type_code]
+        item_bytes = number_type.itemsize
         columns, wanted = records.shape
         if position not in self._checked:
-            data = os.pread(self._handle, columns * count * number_type.itemsize, position)
-            if zlib.crc32(data) != int(entry[f"{part}_crc"]):
+            data = os.pread(self._handle, columns * count * item_bytes, position)
+            if zlib.crc32(data) != checksum:
                 raise DamagedCurvesError
             self._checked.add(position)
-        size = wanted * number_type.itemsize
+        size = wanted * item_bytes
         for column in range(columns):
-            at = position + (column * count + first) * number_type.itemsize
-            data = os.pread(self._handle, size, at)
+            data = os.pread(self._handle, size, position + (column * count + first) * item_bytes)
             if len(data) < size:
                 raise DamagedCurvesError
             records[column] = np.frombuffer(data, number_type)
@@ -240,7 +258,7 @@ class Level:
 
     def __init__(self, file: CurveFile, level: int, entries: NDArray[np.void]) -> None:
         self._file, self._level, self._entries = file, level, entries
-        self._starts = np.concatenate([[0], np.cumsum(entries["count"].astype(np.int64))])
+        self._starts = np.concatenate([[0], np.cumsum(entries["length"].astype(np.int64))])
         self.count = int(self._starts[-1])
 
     def take(self, numbers: NDArray[np.int64]) -> Floats:
@@ -254,7 +272,7 @@ class Level:
         for i in (bounds[1:] > bounds[:-1]).nonzero()[0].tolist():
             own = numbers[bounds[i] : bounds[i + 1]] - self._starts[i]
             first, stop = int(own[0]), int(own[-1]) + 1
-            records = self._file.read_segment(self._entries[i], self._level, first, stop)
+            records = self._file.read_segment(self._get_segment(i), first, stop)
             parts.append(_pick_columns(records, own - first))
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
@@ -262,14 +280,15 @@ class Level:
         """Return the records from a number to before another."""
         return self.take(np.arange(first, max(first, stop)))
 
+    def _get_segment(self, number: int) -> _Segment:
+        return _Segment(*self._entries[number].item())
+
     def _load_all(self) -> Floats:
         """Return all records. They are kept, for the upper levels are needed by every picture."""
 
         def read_all() -> Floats:
-            parts = [
-                self._file.read_segment(entry, self._level, 0, int(entry["count"]))
-                for entry in self._entries
-            ]
+            segments = map(self._get_segment, range(len(self._entries)))
+            parts = [self._file.read_segment(each, 0, each.length) for each in segments]
             return np.concatenate(parts, axis=1)
 
         # The last segment is in this level alone, and another frame would bring another one.

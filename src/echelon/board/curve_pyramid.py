@@ -66,9 +66,13 @@ class _Series:
     lowest: float = float("inf")
     highest: float = float("-inf")
     """Of its steps."""
+    is_ascending: bool = True
+    """Whether no step is before the one that was logged before it."""
 
     def add(self, steps: Floats, values: Floats) -> None:
         self.pieces.append((steps, values))
+        if steps[0] < self.highest or (steps[1:] < steps[:-1]).any():
+            self.is_ascending = False
         self.lowest = min(self.lowest, float(steps.min()))
         self.highest = max(self.highest, float(steps.max()))
 
@@ -91,6 +95,8 @@ class SeriesView:
     def __init__(self, file: CurveFile, series: _Series) -> None:
         self.not_finite = series.not_finite
         self.lowest_step, self.highest_step = series.lowest, series.highest
+        self.is_ascending = series.is_ascending
+        """Whether its points are in the order of their steps."""
         self._tail = series.get_tail()
         self._stored = series.stored
         self._levels = [file.get_level(series.number, level) for level in range(len(LEVEL_SIZES))]
@@ -170,6 +176,8 @@ class CurvePyramid:
         self.size = 0
         """Bytes of metrics.jsonl, when it was looked at last."""
         self.facts = RunFacts()
+        self.known_scale: Any = None
+        """The one that `curve_scale` made last."""
         self._series: dict[SeriesKey, _Series] = {}
         self._file = CurveFile.make_in_memory()
         self._path: Path | None = None
@@ -341,12 +349,13 @@ class CurvePyramid:
             self._get_or_add((kind, name))
         self._stored_series = len(self._series)
         by_number = list(self._series.values())
-        for number, points, not_finite, lowest, highest in facts["series"]:
+        for number, points, not_finite, lowest, highest, is_ascending in facts["series"]:
             series = by_number[number]
             series.stored += points
             series.not_finite = self._stored_not_finite[number] = not_finite
             series.lowest = min(series.lowest, lowest)
             series.highest = max(series.highest, highest)
+            series.is_ascending = is_ascending
         self.facts = RunFacts(**facts["facts"])
 
     # --- writing ---
@@ -442,9 +451,8 @@ class CurvePyramid:
                 continue
             levels = 1 if key[0] in MEDIA_KINDS else len(LEVEL_SIZES)
             segments += _derive_segments(file, series, points, levels)
-            changed.append(
-                [series.number, points.shape[1], series.not_finite, series.lowest, series.highest]
-            )
+            steps = [series.lowest, series.highest, series.is_ascending]
+            changed.append([series.number, points.shape[1], series.not_finite, *steps])
         facts = {
             "offset": self.offset,
             "mark": self._mark,

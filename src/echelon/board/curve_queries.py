@@ -221,7 +221,7 @@ def _collect_pieces(series: SeriesView, window: _Window, *, is_whole: bool = Fal
         numbers = series.list_parts(level, numbers[is_open], lower)
         level = lower
     is_raw = not found
-    points, before, after = _split_points(series.take(0, numbers), window)
+    points, before, after = _split_points(series.take(0, numbers), window, series.is_ascending)
     steps, values = points[0], points[1]
     found.append(_Pieces(convert(steps), values, steps, values, steps, values, np.ones(len(steps))))
     pieces = found[0] if is_raw else _Pieces(*map(np.concatenate, zip(*found, strict=True)))
@@ -239,17 +239,22 @@ def _choose_lower_level(level: int, widths: Floats) -> int:
     return lower
 
 
-def _split_points(points: Floats, window: _Window) -> tuple[Floats, _Point, _Point]:
+def _split_points(
+    points: Floats, window: _Window, is_ascending: bool
+) -> tuple[Floats, _Point, _Point]:
     """Return the points in a window, and those that are next to it on either side."""
     steps = points[0]
     xs = window.scale.convert(steps)
+    if is_ascending:
+        start = int(np.searchsorted(xs, window.from_x))
+        stop = int(np.searchsorted(xs, window.to_x, side="right"))
+        before = _pick_point(points, start - 1 if start else None)
+        after = _pick_point(points, stop if stop < len(steps) else None)
+        return points[:, start:stop], before, after
     is_before, is_after = xs < window.from_x, xs > window.to_x
-    is_inside = ~(is_before | is_after)
-    if is_inside.all():
-        return points, [], []
     before = _pick_point(points, _find_last(steps, is_before))
     after = _pick_point(points, _find_first(steps, is_after))
-    return points[:, is_inside], before, after
+    return points[:, ~(is_before | is_after)], before, after
 
 
 def _pick_point(points: Floats, number: int | None) -> _Point:
@@ -315,9 +320,9 @@ def _pick_extremes(pieces: _Pieces, window: _Window) -> tuple[Floats, Floats, Fl
     if (pixels[1:] < pixels[:-1]).any():
         order = np.argsort(pixels, kind="stable")
         pixels, pieces = pixels[order], _Pieces(*(column[order] for column in pieces))
-    is_start = np.concatenate([[True], pixels[1:] != pixels[:-1]])
-    starts = is_start.nonzero()[0]
-    groups = np.cumsum(is_start) - 1
+    starts = np.concatenate([[0], (pixels[1:] != pixels[:-1]).nonzero()[0] + 1])
+    sizes = np.concatenate([starts[1:], [len(pixels)]]) - starts
+    groups = np.repeat(np.arange(len(starts)), sizes)
     lowest = _find_extremes(pieces.low_values, np.minimum, starts, groups)
     highest = _find_extremes(pieces.high_values, np.maximum, starts, groups)
     weights = pieces.points / np.add.reduceat(pieces.points, starts)[groups]

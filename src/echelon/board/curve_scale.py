@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +62,15 @@ class AxisScale:
         return float(self.steps[max(0, first)]), float(self.steps[min(last, count - 1)])
 
 
+class _KnownScale(NamedTuple):
+    """The scale of a whole run, and what it was made of."""
+
+    key: tuple[object, ...]
+    steps: Floats
+    values: Floats
+    scale: AxisScale
+
+
 _STEP_SCALE = AxisScale("step", np.empty(0), np.empty(0))
 
 
@@ -77,11 +86,16 @@ def build_scale(
     if series is None or not series.count:
         return _STEP_SCALE
     convert, origin = _make_conversion(pyramid, axis)
-    steps, values = _read_places(series, -np.inf, np.inf)
-    scale = _make_scale(axis, steps, convert(values), origin)
+    key = (axis, pyramid.version, *_sign(pyramid.run.history_file))
+    known: _KnownScale | None = pyramid.known_scale
+    if known is None or known.key != key:
+        steps, values = _read_places(series, -np.inf, np.inf)
+        scale = _make_scale(axis, steps, convert(values), origin)
+        known = pyramid.known_scale = _KnownScale(key, steps, values, scale)
+    _, steps, values, whole = known
     if series.count == len(steps) or (from_x is None and to_x is None):
-        return scale
-    window = scale.find_steps(
+        return whole
+    window = whole.find_steps(
         -np.inf if from_x is None else from_x, np.inf if to_x is None else to_x
     )
     finer_steps, finer_values = _read_places(series, *window)
