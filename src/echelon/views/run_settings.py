@@ -131,7 +131,7 @@ def format_setting_value(value: Any) -> str:
 
 def _find_differences_in_group(group: Sequence[RunRecord]) -> list[dict[str, str]]:
     texts = [
-        {k: format_setting_value(v) for k, v in flatten_settings(r).items() if _is_relevant(k)}
+        {k: format_setting_value(v) for k, v in flatten_settings(r).items() if is_relevant_setting(k)}
         for r in group
     ]
     sound = [mine for r, mine in zip(group, texts, strict=True) if not r.problem]
@@ -146,7 +146,8 @@ def _find_differences_in_group(group: Sequence[RunRecord]) -> list[dict[str, str
     return found
 
 
-def _is_relevant(key: str) -> bool:
+def is_relevant_setting(key: str) -> bool:
+    """Return whether a setting says something about the training, not about where it ran."""
     return not key.startswith(_IRRELEVANT_PREFIXES + _INTERVAL_KEYS)
 
 
