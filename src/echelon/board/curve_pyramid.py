@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from echelon.board.curve_file import CurveFile, NewSegment, forget_segments
 from echelon.board.line_columns import MEDIA_KINDS, NUMBER, BlockColumns, SeriesKey, read_block
-from echelon.runs.metrics_file import MARK_BYTES, compute_mark, hash_mark
+from echelon.runs.metrics_file import MARK_BYTES, MetricsBlocks, hash_mark
 from echelon.runs.run_folder import Run
 from echelon.utils.cache_root import get_cache_root
 from echelon.utils.locks import FileLock, LocksUnsupportedError
@@ -39,9 +39,6 @@ step, so that buckets are small beside the points; above, small ones, so that a 
 more than four buckets a pixel."""
 MIN_KEPT_LINES = 4096
 """Fewer are read faster than files are looked after."""
-MAX_LINE_BYTES = 1 << 20
-"""As in `runs.metrics_file`: what is longer is no line of metrics, and skipped in such pieces."""
-_BLOCK_BYTES = MAX_LINE_BYTES
 _MIN_FLUSH_BYTES = 1 << 20
 MAX_FLUSH_BYTES = 8 << 20
 """Bytes of metrics.jsonl that are in memory alone at most, while their points can be written."""
@@ -231,28 +228,26 @@ class CurvePyramid:
     def look(self) -> None:
         """Take over what another process has written, and see how long metrics.jsonl is. If it is
         not the file that was read, everything is forgotten. Raises OSError if it cannot be read."""
-        with self.lock, self.run.metrics_file.open("rb") as file:
-            self.size = os.fstat(file.fileno()).st_size
+        with self.lock, MetricsBlocks(self.run.metrics_file) as blocks:
+            self.size = blocks.get_size()
             self._take_over_files()
-            if self.offset and compute_mark(file, self.offset) != self._mark:
+            if self.offset and blocks.compute_mark(self.offset) != self._mark:
                 self._start_over()
 
     def read_lines(self, max_bytes: int) -> bool:
         """Read some of the lines that were added, and return whether that were all. Call `look`
         first. Raises OSError."""
-        with self.lock, self.run.metrics_file.open("rb") as file:
+        with self.lock, MetricsBlocks(self.run.metrics_file) as blocks:
             stop = self.offset + max_bytes
             while self.offset < stop:
-                block = os.pread(file.fileno(), _BLOCK_BYTES, self.offset)
-                end = block.rfind(b"\n") + 1
-                if not end and len(block) < MAX_LINE_BYTES:
-                    self.size = self.offset  # the line is being written
+                block = blocks.read_block(self.offset)
+                if not block:
+                    self.size = self.offset
                     return True
-                if end:
-                    self._add_block(read_block(block[:end], self.offset))
-                end = end or len(block)
-                self.offset += end
-                self._last_bytes = (self._last_bytes + block[:end])[-MARK_BYTES:]
+                if block.endswith(b"\n"):
+                    self._add_block(read_block(block, self.offset))
+                self.offset += len(block)
+                self._last_bytes = (self._last_bytes + block[-MARK_BYTES:])[-MARK_BYTES:]
                 self._mark = hash_mark(self._last_bytes)
                 self.version += 1
                 if self._is_flush_due() and not self.flush():
@@ -317,10 +312,9 @@ class CurvePyramid:
         if not frames:
             return False
         offset, mark = frames[-1]["offset"], frames[-1]["mark"]
-        with self.run.metrics_file.open("rb") as metrics:
-            is_fitting = compute_mark(metrics, offset) == mark
-            start = max(0, offset - MARK_BYTES)
-            last_bytes = os.pread(metrics.fileno(), offset - start, start)
+        with MetricsBlocks(self.run.metrics_file) as blocks:
+            is_fitting = blocks.compute_mark(offset) == mark
+            last_bytes = blocks.read_last_bytes(offset)
         if not is_fitting:  # a resumed run has written other lines
             if file is self._file:
                 self._start_over()

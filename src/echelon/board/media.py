@@ -7,15 +7,13 @@ themselves are read when they are asked for.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import time
 from typing import Any
 
 import numpy as np
 
 from echelon.board.curve_file import DamagedCurvesError
-from echelon.board.curve_pyramid import MAX_LINE_BYTES, CurvePyramid
+from echelon.board.curve_pyramid import CurvePyramid
 from echelon.board.curve_queries import pyramids
 from echelon.board.line_columns import MEDIA_KINDS, get_media_kind
 from echelon.board.request import (
@@ -27,6 +25,7 @@ from echelon.board.request import (
     json_response,
 )
 from echelon.board.safe_files import read_inside
+from echelon.runs.metrics_file import MetricsBlocks
 from echelon.runs.run_folder import Run
 from echelon.tracking.media_records import find_image
 from echelon.utils.os_errors import format_os_error_reason
@@ -100,12 +99,11 @@ def _read_places(pyramid: CurvePyramid, kind: str, name: str) -> tuple[list[floa
 def _read_value(run: Run, position: int, name: str) -> Any:
     """Return the value of a name in the line at a position; None if it is not there any more."""
     try:
-        with run.metrics_file.open("rb") as file:
-            text = os.pread(file.fileno(), MAX_LINE_BYTES, position)
-        line = json.loads(text[: text.find(b"\n") + 1])
-    except (OSError, ValueError, RecursionError):
-        return None
-    return line.get(name) if isinstance(line, dict) else None
+        with MetricsBlocks(run.metrics_file) as blocks:
+            line = blocks.read_line(position)
+    except OSError:
+        line = None
+    return None if line is None else line.get(name)
 
 
 def _answer_with_image(run: Run, value: Any, step: float) -> Response:

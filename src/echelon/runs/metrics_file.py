@@ -137,6 +137,45 @@ class MetricsFollower:
             self.mark = compute_mark(file, self.offset)
 
 
+class MetricsBlocks:
+    """An open metrics file for those who read very many lines, or look for one that they have seen:
+    blocks of whole lines by their position. Raises OSError as open() does."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb", buffering=0)
+
+    def __enter__(self) -> MetricsBlocks:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._file.close()
+
+    def get_size(self) -> int:
+        return os.fstat(self._file.fileno()).st_size
+
+    def compute_mark(self, offset: int) -> str:
+        """Return the checksum of the bytes before a position; see `MetricsFollower`."""
+        return compute_mark(self._file, offset)
+
+    def read_last_bytes(self, offset: int) -> bytes:
+        """Return the bytes before a position of which the checksum is made."""
+        start = max(0, offset - MARK_BYTES)
+        return os.pread(self._file.fileno(), offset - start, start)
+
+    def read_block(self, offset: int) -> bytes:
+        """Return whole lines from a position on, 1 MB at most. What does not end with a newline is
+        a piece of a line that is too long, and to be skipped; nothing is a line that is being
+        written, or the end."""
+        block = os.pread(self._file.fileno(), _MAX_LINE_BYTES, offset)
+        end = block.rfind(b"\n") + 1
+        return block[:end] if end or len(block) < _MAX_LINE_BYTES else block
+
+    def read_line(self, offset: int) -> MetricsLine | None:
+        """Return the line that begins at a position; None if none does."""
+        text = os.pread(self._file.fileno(), _MAX_LINE_BYTES, offset)
+        return _parse_line(text[: text.find(b"\n") + 1])
+
+
 def compute_mark(file: IO[bytes], offset: int) -> str:
     """Return the checksum of the last bytes before an offset; empty where the file is shorter."""
     start = max(0, offset - MARK_BYTES)
