@@ -17,7 +17,7 @@ from typing import NamedTuple
 from echelon.board.folder_watch import FolderWatch, is_remote
 from echelon.board.row_reader import read_rows
 from echelon.board.run_index import RUN_FILES, SWEEP_FILES, RunIndex, is_run_folder
-from echelon.board.run_rows import UNSETTLED, LiveRow, make_run_id
+from echelon.board.run_rows import UNSETTLED, LiveRow, RunRowText, make_run_id
 from echelon.board.slurm_answers import SlurmAnswers
 
 _LOOK_ACTIVE_S = 1.0
@@ -315,32 +315,37 @@ class IndexKeeper:
         dirty, self._dirty = self._dirty, set()
         grown, self._grown = self._grown - dirty, set()
         is_changed = False
-        for key in dirty:
-            is_changed = self._read(key, is_growth=False) or is_changed
-        for key in grown:
-            is_changed = self._read(key, is_growth=True) or is_changed
+        for root in {key.root for key in dirty | grown}:
+            rows: list[RunRowText] = []
+            gone: list[str] = []
+            for key in dirty | grown:
+                if key.root != root:
+                    continue
+                if key in dirty and not self._is_run(key):
+                    gone.append(key.name)
+                    if not os.path.isdir(self._get_folder(key)):
+                        self._forget(key)
+                    self._live.pop(key, None)
+                elif (row := self._read(key, is_growth=key in grown)) is not None:
+                    rows.append(row)
+            is_changed = self._index.update(root, rows, gone) or is_changed
         if is_changed:
             self._on_change()
 
-    def _read(self, key: RunKey, is_growth: bool) -> bool:
-        """Read one row; return whether it differs."""
+    def _is_run(self, key: RunKey) -> bool:
         folder = self._get_folder(key)
-        if os.path.islink(folder) or not is_run_folder(folder):
-            is_changed = self._index.update(key.root, (), [key.name])
-            if not os.path.isdir(folder):
-                self._forget(key)
-            self._live.pop(key, None)
-            return is_changed
+        return not os.path.islink(folder) and is_run_folder(folder)
+
+    def _read(self, key: RunKey, is_growth: bool) -> RunRowText | None:
+        """Return the row of a run; None if it has not changed, or is gone at this moment."""
         live = self._follow(key)
         row = None
         with contextlib.suppress(OSError):
             row = live.read_growth() if is_growth else live.read()
-        if row is None:
-            return False
-        if row.signature != UNSETTLED:
+        if row is not None and row.signature != UNSETTLED:
             self._live.pop(key, None)
             self._seen.pop(key, None)
-        return self._index.update(key.root, [row])
+        return row
 
 
 def _measure_logs(folder: str) -> int:
