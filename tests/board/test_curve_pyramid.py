@@ -3,11 +3,13 @@ those of its lines, and never needed."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import random
 import resource
+import shutil
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -393,6 +395,39 @@ def test_a_link_in_the_place_of_the_file_is_not_followed(tmp_path: Path) -> None
     find_file(run).rename(target)
     find_file(run).symlink_to(target)
     assert open_again(run).offset == 0
+
+
+@needs_root
+def test_curves_of_runs_of_others_take_bounded_space(
+    strangers_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that was looked at last stays."""
+    size = 0
+    runs = []
+    for number in range(4):
+        run = Run(strangers_run.folder.with_name(f"run-{number}"))
+        shutil.copytree(strangers_run.folder, run.folder)
+        give_away(run.folder, STRANGER)
+        keep(run)
+        runs.append(run)
+        size = (list_places(run)[0] / "curves").stat().st_size
+        monkeypatch.setattr("echelon.board.curve_pyramid._MAX_CACHE_BYTES", 3 * size)
+        for old in runs:
+            with contextlib.suppress(OSError):
+                path = list_places(old)[0] / "curves"
+                os.utime(path, (number, path.stat().st_mtime - 100))
+        open_again(runs[0])
+    keep(strangers_run)
+    kept = [run.name for run in runs if (list_places(run)[0] / "curves").exists()]
+    assert kept == ["run-0", "run-2", "run-3"]
+
+
+def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+    run = make_long_run(tmp_path)
+    run.curves_folder.mkdir()
+    (run.curves_folder / ".curves.0123abcd").write_bytes(b"half")
+    keep(run)
+    assert {path.name for path in run.curves_folder.iterdir()} == {"curves", "lock"}
 
 
 # --- several at once ---

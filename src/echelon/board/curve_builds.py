@@ -227,6 +227,8 @@ def main() -> None:
     for line in sys.stdin:
         fault = build_curves(Run(Path(json.loads(line))), parent_pid)
         gc.collect()
+        if os.getppid() != parent_pid:
+            return
         print(json.dumps(fault), flush=True)
 
 

@@ -45,6 +45,8 @@ MAX_FLUSH_BYTES = 8 << 20
 POINT_AS_BUCKET = [0, 0, 1, 0, 1, 0, 1]
 """The columns of a bucket, from those of a point."""
 _FAR_BEHIND_BYTES = 1 << 20
+_MAX_CACHE_BYTES = 4 << 30
+"""Of curves of runs of others, which are in the user's cache folder."""
 _FILE_NAME, _LOCK_NAME = "curves", "lock"
 
 
@@ -303,6 +305,7 @@ class CurvePyramid:
             with contextlib.suppress(OSError):
                 file = CurveFile.open(path)
                 if file.get_owner() == os.geteuid() and self._take_over(file, path):
+                    os.utime(path)  # for `_shrink_cache`
                     return
 
     def _take_over(self, file: CurveFile, path: Path) -> bool:
@@ -422,6 +425,10 @@ class CurvePyramid:
             self._file.append_frame(*self._make_frame(self._file))
             self._note_stored()
             return True
+        for left_over in path.parent.glob(f".{_FILE_NAME}.*"):  # of a writer that was killed
+            left_over.unlink(missing_ok=True)
+        if path.parent.parent == _find_cache():
+            _shrink_cache(path.parent)
         temporary = path.with_name(f".{_FILE_NAME}.{secrets.token_hex(4)}")
         try:
             file = CurveFile.open(temporary, makes_file=True)
@@ -518,7 +525,33 @@ def list_places(run: Run) -> list[Path]:
     with contextlib.suppress(OSError):
         if run.folder.stat().st_uid == os.geteuid():
             places.append(run.curves_folder)
-    with contextlib.suppress(RuntimeError):  # a user without a home, as in some containers
+    if (cache := _find_cache()) is not None:
         key = hashlib.blake2b(os.fsencode(run.folder), digest_size=16).hexdigest()
-        places.append(get_cache_root(os.environ) / "board" / "curves" / key)
+        places.append(cache / key)
     return places
+
+
+def _find_cache() -> Path | None:
+    """Return the folder of the curves of runs of others; None for a user without a home, as in some
+    containers."""
+    with contextlib.suppress(RuntimeError):
+        return get_cache_root(os.environ) / "board" / "curves"
+    return None
+
+
+def _shrink_cache(kept: Path) -> None:
+    """Remove the curves that were not looked at for longest, once all take too much space. Whoever
+    still draws from them has them open."""
+    found = []
+    for file in kept.parent.glob(f"*/{_FILE_NAME}"):
+        with contextlib.suppress(OSError):
+            status = file.stat()
+            found.append((status.st_mtime, status.st_size, file))
+    total = sum(size for _, size, _ in found)
+    for _, size, file in sorted(found):
+        if total <= _MAX_CACHE_BYTES:
+            return
+        if file.parent != kept:
+            total -= size
+            with contextlib.suppress(OSError):
+                file.unlink()
