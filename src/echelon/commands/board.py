@@ -56,7 +56,7 @@ examples:
     given = parser.parse_args(words)
     roots = _find_roots(given.dir or ["runs"])
     if given.tui:
-        return _run_terminal_board(roots, given.act)
+        return _run_terminal_board(roots)
     return _serve(roots, given)
 
 
@@ -80,14 +80,14 @@ def _find_roots(words: list[str]) -> list[Path]:
     return list(dict.fromkeys(Path(os.path.realpath(word)) for word in words))
 
 
-def _run_terminal_board(roots: list[Path], can_act: bool) -> int:
-    from importlib import import_module
+def _run_terminal_board(roots: list[Path]) -> int:
     from importlib.util import find_spec
 
     if find_spec("textual") is None:
         raise EchelonError(Fault("--tui needs the package textual", "pip install 'echelon[board]'"))
-    module = import_module("echelon.board.terminal.app")
-    return int(module.run_terminal_board(roots, can_act))
+    from echelon.board.terminal.app import run_terminal_board
+
+    return run_terminal_board(roots)
 
 
 def _serve(roots: list[Path], given: Any) -> int:
