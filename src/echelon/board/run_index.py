@@ -315,7 +315,7 @@ class RunIndex:
             return False
         with self._lock:
             self._defaults = defaults
-            self._rows.clear()
+            self._rows = {key: row for key, row in self._rows.items() if row.is_foreign}
             self._removed.clear()
             self.generation += 1
             self._first_generation = self.generation

@@ -113,12 +113,12 @@ def find_outside_link(folder: str) -> str | None:
 
     Somebody else may have put it there, to have a file of the reader's shown to others.
     """
-    for name in _READ_FILES:
-        path = f"{folder}/{name}"
-        if os.path.islink(path):
-            root = os.path.realpath(os.path.dirname(folder))
-            if not os.path.realpath(path).startswith(root.rstrip("/") + "/"):
-                return name
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_symlink() and entry.name in _READ_FILES:
+                root = os.path.realpath(os.path.dirname(folder))
+                if not os.path.realpath(entry.path).startswith(root.rstrip("/") + "/"):
+                    return entry.name
     return None
 
 
