@@ -24,7 +24,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import SummaryWriter
 
-from echelon.board.foreign_runs import (
+from echelon.board.foreign.foreign_runs import (
     ROUTES,
     ForeignRun,
     choose_best_metric,
@@ -307,7 +307,7 @@ def test_a_damaged_record_is_said_and_skipped(root: Path) -> None:
 
 
 def test_a_length_beyond_the_file_takes_no_memory(root: Path) -> None:
-    from echelon.board.crc32c import compute_crc32c, mask_checksum
+    from echelon.board.foreign.crc32c import compute_crc32c, mask_checksum
 
     EventFile(root).add(1, loss=1)
     for length in (1 << 62, (1 << 64) - 1, 1 << 40):
@@ -407,7 +407,7 @@ def test_names_that_mean_something_else_here(root: Path) -> None:
 
 
 def test_every_layout_of_an_event_reads_the_same(root: Path) -> None:
-    from echelon.board.tensorboard_events import parse_event, parse_scalar_event
+    from echelon.board.foreign.tensorboard_events import parse_event, parse_scalar_event
 
     generator = random.Random(1)
     quick = 0
@@ -614,7 +614,7 @@ def test_an_exit_code_is_a_failure_and_a_chosen_step_is_the_step(wandb_folders: 
 def test_wandb_records_agree_with_what_wandb_itself_reads(wandb_folders: Path) -> None:
     from wandb.proto import wandb_internal_pb2
 
-    from echelon.board.wandb_files import read_log_batch
+    from echelon.board.foreign.wandb_files import read_log_batch
     from echelon.tracking.wandb_file import read_records
 
     [path] = (wandb_folders / "good").glob("wandb/offline-run-*/*.wandb")
@@ -680,7 +680,7 @@ def test_a_damaged_wandb_file_is_never_an_error(wandb_folders: Path, root: Path)
 def split_records(data: bytes) -> list[bytes]:
     import io
 
-    from echelon.board.wandb_files import read_log_batch
+    from echelon.board.foreign.wandb_files import read_log_batch
 
     return read_log_batch(io.BytesIO(data), 7, len(data)).records
 
@@ -740,7 +740,7 @@ def test_a_file_that_may_not_be_read_is_said_and_tried_again(
         give_away(folder / "cache", NOBODY)
         monkeypatch.setenv("ECHELON_CACHE", str(folder / "cache"))
         run = find_one(folder / "runs")
-        import echelon.board.tensorboard_events
+        import echelon.board.foreign.tensorboard_events
         import echelon.runs.annotations  # noqa: F401
 
         with act_as(NOBODY):
@@ -762,7 +762,7 @@ def test_two_boards_convert_a_run_once(root: Path) -> None:
         file.add(step, loss=step)
     program = (
         "import sys; from pathlib import Path;"
-        "from echelon.board.foreign_runs import list_foreign_runs;"
+        "from echelon.board.foreign.foreign_runs import list_foreign_runs;"
         "[run] = list_foreign_runs(Path(sys.argv[1]))\n"
         "while run.refresh(1) or not run.is_complete: pass"
     )
@@ -888,7 +888,7 @@ def test_the_metric_that_is_shown_first() -> None:
 def test_checksums_are_those_of_tensorboard() -> None:
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c
 
-    from echelon.board.crc32c import compute_checksums, compute_crc32c
+    from echelon.board.foreign.crc32c import compute_checksums, compute_crc32c
 
     assert compute_crc32c(b"123456789") == 0xE3069283
     generator = random.Random(2)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from echelon.board.foreign_keeper import ForeignKeeper
+from echelon.board.foreign.foreign_keeper import ForeignKeeper
 from echelon.board.request import Request, RequestError, Route, StreamResponse
 from echelon.board.run_index import RunIndex
 from echelon.board.slurm_answers import SlurmAnswers

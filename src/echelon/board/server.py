@@ -49,7 +49,7 @@ _CONTENT_TYPES = {
 }
 _ROUTE_MODULES = (
     *("curve_queries", "media", "run_page", "log_lines"),
-    *("machines", "sweep_pages", "actions", "foreign_runs", "plot_file"),
+    *("machines", "sweep_pages", "actions", "foreign.foreign_runs", "plot_file"),
 )
 """Of this package, each with ROUTES. They are imported when a route is asked for that is not known
 yet."""

@@ -17,13 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from echelon.board.converted_run import (
+from echelon.board.foreign.converted_run import (
     ConvertedRun,
     flatten_values,
     limit_text,
     open_file,
 )
-from echelon.board.protobuf_fields import (
+from echelon.board.foreign.protobuf_fields import (
     Field,
     ProtobufError,
     parse_fields,

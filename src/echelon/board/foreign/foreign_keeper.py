@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from echelon.board.run_index import RunIndex
 
 if TYPE_CHECKING:
-    from echelon.board.foreign_runs import ForeignRun
+    from echelon.board.foreign.foreign_runs import ForeignRun
 
 _SCAN_EVERY_S = 60.0
 _LOOK_EVERY_S = 2.0
@@ -81,7 +81,7 @@ class ForeignKeeper:
 
     def _scan(self, number: int) -> None:
         """Find the runs of a root; those that are gone lose their rows."""
-        from echelon.board.foreign_runs import list_foreign_runs
+        from echelon.board.foreign.foreign_runs import list_foreign_runs
 
         known = self._runs[number]
         found = {run.make_id(number): run for run in list_foreign_runs(self._index.roots[number])}
@@ -118,7 +118,7 @@ class ForeignKeeper:
 
 
 def _forget_runs_that_are_gone() -> None:
-    from echelon.board.foreign_runs import remove_stale_conversions
+    from echelon.board.foreign.foreign_runs import remove_stale_conversions
 
     remove_stale_conversions()
 

@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from echelon.board.converted_run import (
+from echelon.board.foreign.converted_run import (
     FOREIGN_FILE,
     ConvertedRun,
     ForeignFacts,
@@ -149,7 +149,7 @@ def _shows_own_run(folder: str, events: Sequence[str]) -> bool:
 @lru_cache(maxsize=20_000)
 def _find_own_run(event_file: str) -> str | None:
     """Return in which folder the run of an event file of Echelon is, as its settings say."""
-    from echelon.board.tensorboard_events import find_config
+    from echelon.board.foreign.tensorboard_events import find_config
 
     config = find_config(Path(event_file))
     run = config.get("run") if config is not None else None
@@ -253,11 +253,11 @@ class ForeignRun:
             converted.begin_anew()
         paths = [self.folder / name for name in self._files]
         if self.source == TENSORBOARD:
-            from echelon.board.tensorboard_events import convert_event_files
+            from echelon.board.foreign.tensorboard_events import convert_event_files
 
             self.is_complete = not convert_event_files(converted, paths, max_bytes)
         else:
-            from echelon.board.wandb_files import convert_wandb_file
+            from echelon.board.foreign.wandb_files import convert_wandb_file
 
             self.is_complete = not convert_wandb_file(converted, paths[0], max_bytes)
         if known is None or not known.metrics_bytes:
@@ -269,7 +269,7 @@ class ForeignRun:
         """Return the files to read, in their order, and what the system knows of them."""
         files = _read_entries(str(self.folder))[0]
         if self.source == TENSORBOARD:
-            from echelon.board.tensorboard_events import sort_event_files
+            from echelon.board.foreign.tensorboard_events import sort_event_files
 
             events = [self.folder / name for name in files if _is_event_file(name)]
             names = [path.name for path in sort_event_files(events)]

@@ -17,19 +17,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from echelon.board.converted_run import (
+from echelon.board.foreign.converted_run import (
     ConvertedRun,
     limit_text,
     open_file,
     shorten_name,
 )
-from echelon.board.crc32c import (
+from echelon.board.foreign.crc32c import (
     compute_checksums,
     compute_checksums_of_headers,
     compute_crc32c,
     mask_checksum,
 )
-from echelon.board.protobuf_fields import (
+from echelon.board.foreign.protobuf_fields import (
     MAX_FIELDS,
     Field,
     ProtobufError,
