@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from run_folders import lines, make_run
 
-from echelon.board.curve_builds import build_curves
-from echelon.board.media import list_media, show_media_value
+from echelon.board.curves.curve_builds import build_curves
+from echelon.board.curves.media import list_media, show_media_value
 from echelon.board.request import ConflictError, NotFoundError, Request, Response
 from echelon.runs.run_folder import Run
 from echelon.train.media import Histogram, Image, encode_media

@@ -21,11 +21,11 @@ import pytest
 from other_users import NOBODY, STRANGER, act_as, give_away, make_open_folder, needs_root
 from run_folders import lines, make_run
 
-from echelon.board.curve_builds import PyramidCache, build_curves
-from echelon.board.curve_file import DamagedCurvesError
-from echelon.board.curve_pyramid import LEVEL_SIZES, CurvePyramid, list_places
-from echelon.board.curve_queries import read_curve
-from echelon.board.line_columns import NUMBER
+from echelon.board.curves.curve_builds import PyramidCache, build_curves
+from echelon.board.curves.curve_file import DamagedCurvesError
+from echelon.board.curves.curve_pyramid import LEVEL_SIZES, CurvePyramid, list_places
+from echelon.board.curves.curve_queries import read_curve
+from echelon.board.curves.line_columns import NUMBER
 from echelon.runs.metrics_file import is_number, iterate_metrics
 from echelon.runs.run_folder import Run
 from echelon.tracking.metrics_writer import MetricsFile
@@ -411,7 +411,7 @@ def test_curves_of_runs_of_others_take_bounded_space(
         keep(run)
         runs.append(run)
         size = (list_places(run)[0] / "curves").stat().st_size
-        monkeypatch.setattr("echelon.board.curve_pyramid._MAX_CACHE_BYTES", 3 * size)
+        monkeypatch.setattr("echelon.board.curves.curve_pyramid._MAX_CACHE_BYTES", 3 * size)
         for old in runs:
             with contextlib.suppress(OSError):
                 path = list_places(old)[0] / "curves"
@@ -506,7 +506,7 @@ def test_lines_that_all_differ_in_their_names(tmp_path: Path) -> None:
 
 
 def test_open_pyramids_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echelon.board.curve_builds._MAX_OPEN", 3)
+    monkeypatch.setattr("echelon.board.curves.curve_builds._MAX_OPEN", 3)
     cache = PyramidCache()
     runs = [make_run(tmp_path, f"run-{n}", lines(30)) for n in range(6)]
     for run in runs * 2:
@@ -526,7 +526,7 @@ def test_a_long_file_is_read_by_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page asks again until it is whole; what is there is drawn meanwhile."""
-    monkeypatch.setattr("echelon.board.curve_builds.MAX_FLUSH_BYTES", 100_000)
+    monkeypatch.setattr("echelon.board.curves.curve_builds.MAX_FLUSH_BYTES", 100_000)
     run = make_long_run(tmp_path, 30_000)
     cache = PyramidCache()
     assert cache.refresh(run, float("inf")).is_far_behind
@@ -537,7 +537,7 @@ def test_a_long_file_is_read_by_another_process(
 def test_a_long_file_without_a_place_for_its_curves_is_read_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("echelon.board.curve_builds.MAX_FLUSH_BYTES", 100_000)
+    monkeypatch.setattr("echelon.board.curves.curve_builds.MAX_FLUSH_BYTES", 100_000)
     run = make_long_run(tmp_path, 30_000)
     run.curves_folder.write_text("no folder")
     (tmp_path / "cache").write_text("no folder")

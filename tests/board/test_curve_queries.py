@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_folders import STARTED, lines, make_run, write_phases
 
-from echelon.board.curve_pyramid import CurvePyramid
-from echelon.board.curve_queries import CurvePoints, query_curve, read_curve, show_curves
+from echelon.board.curves.curve_pyramid import CurvePyramid
+from echelon.board.curves.curve_queries import CurvePoints, query_curve, read_curve, show_curves
 from echelon.board.request import NotFoundError, Request, RequestError
 from echelon.runs.curves import build_scale, load_metrics
 from echelon.runs.metrics_file import is_number, iterate_metrics

@@ -48,7 +48,7 @@ _CONTENT_TYPES = {
     ".png": "image/png",
 }
 _ROUTE_MODULES = (
-    *("curve_queries", "media", "run_page", "log_lines"),
+    *("curves.curve_queries", "curves.media", "run_page", "log_lines"),
     *("machines", "sweep_pages", "actions", "foreign.foreign_runs", "plot_file"),
 )
 """Of this package, each with ROUTES. They are imported when a route is asked for that is not known

@@ -22,8 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.board.curve_file import CurveFile, NewSegment, forget_segments
-from echelon.board.line_columns import MEDIA_KINDS, NUMBER, BlockColumns, SeriesKey, read_block
+from echelon.board.curves.curve_file import CurveFile, NewSegment, forget_segments
+from echelon.board.curves.line_columns import (
+    MEDIA_KINDS,
+    NUMBER,
+    BlockColumns,
+    SeriesKey,
+    read_block,
+)
 from echelon.runs.metrics_file import MARK_BYTES, MetricsBlocks, hash_mark
 from echelon.runs.run_folder import Run
 from echelon.utils.cache_root import get_cache_root

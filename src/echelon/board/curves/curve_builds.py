@@ -20,8 +20,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
-from echelon.board.curve_file import DamagedCurvesError
-from echelon.board.curve_pyramid import MAX_FLUSH_BYTES, CurvePyramid
+from echelon.board.curves.curve_file import DamagedCurvesError
+from echelon.board.curves.curve_pyramid import MAX_FLUSH_BYTES, CurvePyramid
 from echelon.runs.run_folder import Run
 from echelon.utils.os_errors import format_os_error_reason
 
@@ -173,7 +173,7 @@ class BuildQueue:
 def _start_process() -> subprocess.Popen[str]:
     # In a session of its own: Ctrl-C is for this process, after which the other ends too.
     return subprocess.Popen(
-        [sys.executable, "-m", "echelon.board.curve_builds"],
+        [sys.executable, "-m", "echelon.board.curves.curve_builds"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from echelon.board.curve_file import DamagedCurvesError
-from echelon.board.curve_pyramid import CurvePyramid
-from echelon.board.curve_queries import pyramids
-from echelon.board.line_columns import MEDIA_KINDS, get_media_kind
+from echelon.board.curves.curve_file import DamagedCurvesError
+from echelon.board.curves.curve_pyramid import CurvePyramid
+from echelon.board.curves.curve_queries import pyramids
+from echelon.board.curves.line_columns import MEDIA_KINDS, get_media_kind
 from echelon.board.request import (
     ConflictError,
     NotFoundError,

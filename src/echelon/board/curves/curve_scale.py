@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.board.curve_pyramid import LEVEL_SIZES, CurvePyramid, SeriesView
-from echelon.board.line_columns import AXIS
+from echelon.board.curves.curve_pyramid import LEVEL_SIZES, CurvePyramid, SeriesView
+from echelon.board.curves.line_columns import AXIS
 from echelon.runs.curves import estimate_steps_per_epoch
 from echelon.runs.history import RunHistory, read_history
 from echelon.runs.run_folder import Run

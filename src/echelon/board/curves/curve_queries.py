@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.board.curve_builds import PyramidCache
-from echelon.board.curve_file import DamagedCurvesError
-from echelon.board.curve_pyramid import LEVEL_SIZES, CurvePyramid, SeriesView
-from echelon.board.curve_scale import AXES, AxisScale, build_scale
-from echelon.board.line_columns import NUMBER
+from echelon.board.curves.curve_builds import PyramidCache
+from echelon.board.curves.curve_file import DamagedCurvesError
+from echelon.board.curves.curve_pyramid import LEVEL_SIZES, CurvePyramid, SeriesView
+from echelon.board.curves.curve_scale import AXES, AxisScale, build_scale
+from echelon.board.curves.line_columns import NUMBER
 from echelon.board.request import BYTES_TYPE, Request, RequestError, Response, Route
 from echelon.errors import suggest_nearest
 from echelon.runs.run_folder import Run
