@@ -612,9 +612,17 @@ class NodeAgent(SimpleElasticAgent):
         """On the leader, say who makes up the world once nodes were lost or others are wanted, and
         after each change."""
         known = self._lifeline.committed
-        report = NodeReport(sorted(known.members), [*known.left_nodes], known.count_missing_nodes())
         has_changed = known.has_lost_nodes or known.wanted_nodes
-        if self._lifeline.is_leader and has_changed and report != self._reported_nodes:
+        if not self._lifeline.is_leader or not has_changed:
+            return
+        report = NodeReport(
+            sorted(known.members),
+            [*known.left_nodes],
+            known.count_missing_nodes(),
+            [(each.node, each.number) for each in known.list_returning_nodes()],
+            self._make_world_store().address,
+        )
+        if report != self._reported_nodes:
             self._reported_nodes = report
             self._job.report_nodes(report)
 
