@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,11 +20,13 @@ from pathlib import Path
 
 from echelon.launch.plan import NodeReport
 from echelon.launch.slurm.batch_script import make_return_command
+from echelon.runs.history import BadMachine, record_bad_machine
+from echelon.runs.metrics_file import read_recent_metrics
 from echelon.runs.run_folder import Run
 from echelon.runs.slurm_queue import expand_node_list, list_job_nodes
 from echelon.utils.files import read_json_object
 
-_POLL_S = 1.0
+_POLL_S, _SIGNAL_POLL_S = 1.0, 0.1
 FIRST_WAIT_S = 5.0
 """How long a node has been lost when an agent is started there again; each further try waits twice
 as long as the one before."""
@@ -36,8 +37,8 @@ _STEADY_S = 600.0
 """An agent that took part for so long has not failed."""
 _GRACE_S = 10.0
 """How long agents may take to end when the run is over."""
-_JOIN_SLACK_S = 120.0
-"""Beside `launch.join_timeout_s`: Slurm and the imports take their time."""
+_JOIN_LIMIT_S = 600.0
+"""An agent that takes no part after so long is ended. Slurm may keep its step waiting for ever."""
 
 StartAgent = Callable[[str, int, str], "subprocess.Popen[bytes]"]
 """From the name of a host, a number for its agent and HOST:PORT of the leader's store."""
@@ -67,33 +68,51 @@ class NodeReturns:
         hosts: Sequence[str],
         start_agent: StartAgent,
         list_hosts: Callable[[], Sequence[str]],
-        join_limit_s: float,
         first_wait_s: float = FIRST_WAIT_S,
+        poll_s: float = _POLL_S,
     ) -> None:
         """`hosts` are those that the job began with, by the numbers of their nodes; `list_hosts`
         returns those that it has now, or nothing where that is not known."""
         self._run, self._start_agent, self._list_hosts = run, start_agent, list_hosts
-        self._join_limit_s, self._first_wait_s = join_limit_s, first_wait_s
+        self._first_wait_s, self._poll_s = first_wait_s, poll_s
         self._hosts = dict(enumerate(hosts))
         """Number of a node → where it runs or ran."""
         self._lost: dict[str, _LostHost] = {}
-        self._ended_s: float | None = None
-        self.is_stopping = threading.Event()
-        """Set when no further agent is to be started: those that take part are waited for."""
+        self._over_since_s: float | None = None
+        self._is_stopping = self._is_first_step_over = False
+
+    def stop(self) -> None:
+        """Start no further agent. Those that take part are waited for. A signal handler may call
+        it."""
+        self._is_stopping = True
+
+    def end_without_agents(self) -> None:
+        """Go on only while an agent takes part that was started here: all others are gone. A signal
+        handler may call it."""
+        self._is_first_step_over = True
 
     def run_until_over(self) -> None:
-        """Return when the run is over, or no agent is to be started any more and none is left."""
+        """Return when the run is over, or nobody is left to wait for."""
         while True:
             report = self._read_report()
             if report is not None:
                 self._take_members(report)
             if self._has_ended():
                 break
-            if report is not None and not self.is_stopping.is_set():
+            if report is not None and not self._is_stopping:
                 self._start_agents(report)
-            time.sleep(_POLL_S) if self.is_stopping.is_set() else self.is_stopping.wait(_POLL_S)
+            self._sleep()
         for lost in self._lost.values():
             _kill(lost)
+
+    def _sleep(self) -> None:
+        """Sleep for a while, or until a signal comes for which the batch script waits."""
+        until_s, told = time.monotonic() + self._poll_s, self._get_signals()
+        while time.monotonic() < until_s and self._get_signals() == told:
+            time.sleep(min(_SIGNAL_POLL_S, self._poll_s))
+
+    def _get_signals(self) -> tuple[bool, bool]:
+        return self._is_stopping, self._is_first_step_over
 
     def _read_report(self) -> NodeReport | None:
         with contextlib.suppress(TypeError, KeyError, ValueError):
@@ -103,19 +122,13 @@ class NodeReturns:
 
     def _has_ended(self) -> bool:
         """Return whether nobody is left to wait for. Agents end with the run, by themselves."""
-        is_over = self._has_exit_code()
-        if is_over:
-            self.is_stopping.set()
-        if not self.is_stopping.is_set():
-            return False
-        for lost in self._lost.values():
-            if lost.joined_s is None:  # what it would join may be gone
-                _kill(lost)
-        if is_over and self._ended_s is None:
-            self._ended_s = time.monotonic()
-        if self._ended_s is not None and time.monotonic() > self._ended_s + _GRACE_S:
+        now = time.monotonic()
+        if self._over_since_s is None and self._has_exit_code():
+            self._over_since_s, self._is_stopping = now, True
+        if self._over_since_s is not None and now > self._over_since_s + _GRACE_S:
             return True
-        return not any(_is_running(lost) for lost in self._lost.values())
+        taking_part = [e for e in self._lost.values() if e.joined_s is not None and _is_running(e)]
+        return not taking_part and (self._is_stopping or self._is_first_step_over)
 
     def _has_exit_code(self) -> bool:
         with contextlib.suppress(OSError):
@@ -150,7 +163,7 @@ class NodeReturns:
         for host in [self._hosts[node] for node, _ in report.returning if node in self._hosts]:
             lost = self._lost[host]
             if _is_running(lost):
-                if lost.joined_s is None and now > lost.started_s + self._join_limit_s:
+                if lost.joined_s is None and now > lost.started_s + _JOIN_LIMIT_S:
                     _kill(lost)
                 continue
             if lost.is_given_up or now < lost.due_s:
@@ -171,23 +184,28 @@ class NodeReturns:
 
     def _give_up(self, host: str, reason: str) -> None:
         self._lost[host].is_given_up = True
+        lines = read_recent_metrics(self._run.metrics_file)
+        step = int(lines[-1]["step"]) if lines else 0
+        record_bad_machine(self._run, BadMachine(time.time(), host, reason, step, True))
         more = f"`echelon scale {self._run.name} nodes=N` gets another node by a further job"
         _print(f"{host} does not come back: {reason}; {more}")
 
 
 def return_lost_nodes(folder: str) -> int:
     """Start agents again on lost nodes of the job that this process is in, until the run is over;
-    returns 0. A stop signal ends it, once the agents that take part have ended."""
+    returns 0. After TERM it starts no more; by USR1 it is told that `srun` has ended. Then it waits
+    for those that it has started and that take part."""
     run, job = Run(Path(folder)), os.environ["SLURM_JOB_ID"]
-    config, hosts = run.read_launch_config(), expand_node_list(os.environ["SLURM_JOB_NODELIST"])
+    hosts = expand_node_list(os.environ["SLURM_JOB_NODELIST"])
 
     def start_agent(host: str, node: int, master: str) -> subprocess.Popen[bytes]:
+        config = run.read_launch_config()
         command = make_return_command(config, run, host, node, len(hosts), master)
         return subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
-    join_limit_s = config.launch.join_timeout_s + _JOIN_SLACK_S
-    returns = NodeReturns(run, hosts, start_agent, lambda: list_job_nodes(job), join_limit_s)
-    signal.signal(signal.SIGTERM, lambda number, frame: returns.is_stopping.set())
+    returns = NodeReturns(run, hosts, start_agent, lambda: list_job_nodes(job))
+    signal.signal(signal.SIGTERM, lambda number, frame: returns.stop())
+    signal.signal(signal.SIGUSR1, lambda number, frame: returns.end_without_agents())
     returns.run_until_over()
     return 0
 
