@@ -20,8 +20,6 @@ from pathlib import Path
 
 from echelon.launch.plan import NodeReport
 from echelon.launch.slurm.batch_script import make_return_command
-from echelon.runs.history import BadMachine, record_bad_machine
-from echelon.runs.metrics_file import read_recent_metrics
 from echelon.runs.run_folder import Run
 from echelon.runs.slurm_queue import expand_node_list, list_job_nodes
 from echelon.utils.files import read_json_object
@@ -184,9 +182,6 @@ class NodeReturns:
 
     def _give_up(self, host: str, reason: str) -> None:
         self._lost[host].is_given_up = True
-        lines = read_recent_metrics(self._run.metrics_file)
-        step = int(lines[-1]["step"]) if lines else 0
-        record_bad_machine(self._run, BadMachine(time.time(), host, reason, step, True))
         more = f"`echelon scale {self._run.name} nodes=N` gets another node by a further job"
         _print(f"{host} does not come back: {reason}; {more}")
 
