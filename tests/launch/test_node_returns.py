@@ -91,10 +91,10 @@ def test_a_node_that_is_lost_again_is_started_under_its_next_number(run: Run) ->
     steps = Steps(WAITS)
     report(run, [0, 1], (2, 3))
     with returning_nodes(run, steps):
-        until(lambda: len(steps.started) == 1, LIMIT_S, "the first agent")
+        until(lambda: len(steps.processes) == 1, LIMIT_S, "the first agent")
         report(run, [0, 1, 3])
         report(run, [0, 1], (3, 5))  # its srun has not noticed
-        until(lambda: len(steps.started) == 2, LIMIT_S, "the second agent")
+        until(lambda: len(steps.processes) == 2, LIMIT_S, "the second agent")
         assert steps.processes[0].poll() is not None
     assert [node for _, node, _ in steps.started] == [3, 5]
 
@@ -105,7 +105,7 @@ def test_a_node_that_slurm_has_taken_out_gets_no_agent(
     steps = Steps(WAITS)
     report(run, [0, 1], (2, 3), (1, 4), (17, 18))  # the last one is of a further job
     with returning_nodes(run, steps, lambda: ["a", "b"]):
-        until(lambda: bool(steps.started), LIMIT_S, "the agent of the other one")
+        until(lambda: bool(steps.processes), LIMIT_S, "the agent of the other one")
     assert steps.started == [("b", 4, "a:1")]
     assert "c does not come back: Slurm has taken it out of this job" in capfd.readouterr().err
 
@@ -114,7 +114,7 @@ def test_agents_that_take_part_are_waited_for_and_others_are_not(run: Run) -> No
     steps = Steps(WAITS)
     report(run, [0], (1, 3), (2, 4))
     with returning_nodes(run, steps) as returns:
-        until(lambda: len(steps.started) == 2, LIMIT_S, "both agents")
+        until(lambda: len(steps.processes) == 2, LIMIT_S, "both agents")
         by_number = {
             node: process
             for (_, node, _), process in zip(steps.started, steps.processes, strict=True)
@@ -129,11 +129,11 @@ def test_agents_that_are_left_alone_are_joined_by_further_ones(run: Run) -> None
     steps = Steps(WAITS)
     report(run, [0], (1, 3))
     with returning_nodes(run, steps) as returns:
-        until(lambda: len(steps.started) == 1, LIMIT_S, "the first agent")
+        until(lambda: len(steps.processes) == 1, LIMIT_S, "the first agent")
         report(run, [0, 3])
         returns.end_without_agents()
         report(run, [3], (0, 4))
-        until(lambda: len(steps.started) == 2, LIMIT_S, "an agent of the other node")
+        until(lambda: len(steps.processes) == 2, LIMIT_S, "an agent of the other node")
 
 
 def test_when_the_run_is_over_or_cancelled_no_agent_is_started(run: Run) -> None:
