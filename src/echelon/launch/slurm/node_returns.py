@@ -92,10 +92,11 @@ class NodeReturns:
     def run_until_over(self) -> None:
         """Return when the run is over, or nobody is left to wait for."""
         while True:
+            may_end = any(self._get_signals())  # before the report: it is newer than the signal
             report = self._read_report()
             if report is not None:
                 self._take_members(report)
-            if self._has_ended():
+            if self._has_ended(may_end):
                 break
             if report is not None and not self._is_stopping:
                 self._start_agents(report)
@@ -118,15 +119,15 @@ class NodeReturns:
                 return NodeReport.from_fields(fields)
         return None
 
-    def _has_ended(self) -> bool:
+    def _has_ended(self, may_end: bool) -> bool:
         """Return whether nobody is left to wait for. Agents end with the run, by themselves."""
         now = time.monotonic()
         if self._over_since_s is None and self._has_exit_code():
-            self._over_since_s, self._is_stopping = now, True
+            self._over_since_s, self._is_stopping, may_end = now, True, True
         if self._over_since_s is not None and now > self._over_since_s + _GRACE_S:
             return True
         taking_part = [e for e in self._lost.values() if e.joined_s is not None and _is_running(e)]
-        return not taking_part and (self._is_stopping or self._is_first_step_over)
+        return may_end and not taking_part
 
     def _has_exit_code(self) -> bool:
         with contextlib.suppress(OSError):
