@@ -404,8 +404,10 @@ class NodeAgent(SimpleElasticAgent):
         if any(code in (ExitCode.OK, ExitCode.PREEMPTED) for code in self._exit_codes.values()):
             self._lifeline.report_ending(self._attempt)
             return True
-        is_any_member = any(slot in replacement.round.slots for slot in self._ranks.values())
-        return not is_any_member and self._lifeline.is_ending(self._attempt)
+        if not self._lifeline.is_ending(self._attempt):
+            return False
+        # A round that was to take them in is never formed if the others ended before it.
+        return not any(replacement.has_joined(slot) for slot in self._ranks.values())
 
     def _are_all_nodes_done(self) -> bool:
         """Return whether the ranks of every node have ended. Until then a rank of another node may
