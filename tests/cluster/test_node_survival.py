@@ -118,6 +118,20 @@ def test_a_spare_that_is_not_needed_ends_with_the_run(
     command_line.require_nothing_left()
 
 
+def test_a_spare_that_is_ready_in_the_last_step_ends_with_the_run(
+    command_line: CommandLine,
+) -> None:
+    """The round that would take it in is announced, but the others end before it begins."""
+    words = ("launch.spares=1", "trainer.steps=14", "pause_s=3", "missing_pause_s=30")
+    world = start_world(command_line, *words)
+    command_line.wait_for_step(13)
+    os.kill(command_line.agent(command_line.cluster.nodes[1]), signal.SIGKILL)
+    codes = wait_for_ends(world)
+    assert codes == [ExitCode.OK, -signal.SIGKILL, ExitCode.OK], command_line.recent_output()
+    assert "rank 1 replaced: 2 processes" in command_line.recent_output()
+    command_line.require_nothing_left()
+
+
 def test_below_min_nodes_the_run_is_saved_and_ends_as_preempted(command_line: CommandLine) -> None:
     world = start_world(command_line, "launch.min_nodes=3")
     os.kill(command_line.agent(command_line.cluster.nodes[2]), signal.SIGKILL)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ UP_S = 600.0
 """The first `up` on a machine installs packages."""
 LIMIT_S = 300.0
 EMPTY_S = 240.0
+PATIENCE_S = 240
 MAX_SLOTS = 12
 
 
@@ -201,6 +204,20 @@ class TestCluster:
         """Jobs go on meanwhile. The nodes are unknown to the new one until they register."""
         self.broken = True
         require(manage(self.kind, "restart-controller"))
+
+    @contextmanager
+    def patient_controller(self) -> Iterator[None]:
+        """While in this context Slurm gives a silent node several minutes, as on real clusters."""
+        written = self.slurm_conf.read_text()
+        patient = re.sub(r"(?m)^SlurmdTimeout=\d+$", f"SlurmdTimeout={PATIENCE_S}", written)
+        assert patient != written
+        try:
+            self.slurm_conf.write_text(patient)
+            self.slurm("scontrol", "reconfigure")
+            yield
+        finally:
+            self.slurm_conf.write_text(written)
+            self.slurm("scontrol", "reconfigure")
 
     def heal(self) -> None:
         """All cables and nodes as at the start."""

@@ -1,4 +1,4 @@
-"""`echelon node`: one node of a run. Batch scripts and ssh call it."""
+"""`echelon node`: one node of a run. Batch scripts and ssh call it, and `echelon return-nodes`."""
 
 from __future__ import annotations
 
@@ -39,3 +39,18 @@ def node(words: list[str]) -> int:
         if given.join is not None:
             return join_later(given.run, given.join)
         return join_run(given.run, given.nodes, lambda: given.master, given.node_rank, given.procs)
+
+
+def return_nodes(words: list[str]) -> int:
+    """`echelon return-nodes`: start lost nodes of a Slurm job again."""
+    parser = make_parser(
+        "return-nodes",
+        "Start agents again on nodes of this Slurm job that were lost while the others go on. The "
+        "batch script calls this; nobody needs to type it.",
+    )
+    parser.add_argument("run", help="the run's folder")
+    given = parser.parse_args(words)
+    from echelon.launch.slurm.node_returns import return_lost_nodes
+
+    with use_tolerant_streams():
+        return return_lost_nodes(given.run)

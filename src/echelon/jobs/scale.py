@@ -11,7 +11,7 @@ from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.jobs.agent_request import ask_agent
 from echelon.launch.node.node_scaling import ScaleAnswer
 from echelon.runs.run_folder import Run
-from echelon.runs.slurm_queue import get_last_error_line, run_slurm_command
+from echelon.runs.slurm_queue import get_last_error_line, list_job_nodes, run_slurm_command
 from echelon.runs.status import RunStatus, read_run_status
 from echelon.utils.files import read_json_object
 from echelon.utils.text import format_count
@@ -108,8 +108,7 @@ def _give_back_to_slurm(status: RunStatus, hosts: Sequence[str]) -> bool:
     runs on the first one, which therefore stays."""
     if not status.job or not hosts:
         return False
-    shown = run_slurm_command("squeue", "-h", "-j", status.job, "-o", "%N").stdout.strip()
-    listed = run_slurm_command("scontrol", "show", "hostnames", shown).stdout.split()
+    listed = list_job_nodes(status.job)
     kept = [host for host in listed if host not in hosts or host == listed[0]]
     if not kept or kept == listed:
         return False

@@ -32,7 +32,14 @@ from typing import ClassVar
 from echelon.config.schema import Config
 from echelon.config.validate import check_fsdp_min_world_size, check_min_batch_size
 from echelon.errors import EchelonError, ExitCode, Fault
-from echelon.launch.plan import LaunchPlan, LocalMachine, NodeSpec, ProbeExit, ProbePlan
+from echelon.launch.plan import (
+    LaunchPlan,
+    LocalMachine,
+    NodeReport,
+    NodeSpec,
+    ProbeExit,
+    ProbePlan,
+)
 from echelon.runs.failure import Failure
 from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
@@ -79,6 +86,9 @@ class Launcher(ABC):
     finds_node_0_by_name: ClassVar[bool] = False
     """Whether ranks receive the host name of node 0 instead of its address. The name then has to
     resolve on every node."""
+    has_one_agent_per_host: ClassVar[bool] = False
+    """Whether no two agents of a start share a host. One that is started there again then waits
+    until the lost one has ended."""
     command_holds_folder: ClassVar[bool] = False
     """Whether the command that launched the run is the writer of its folder while agents run
     elsewhere; see `runs/writer.py`. Otherwise node 0 is."""
@@ -149,6 +159,10 @@ class Launcher(ABC):
     def record_node_start(self, run: Run, node_count: int, world_size: int) -> None:
         """Write the start of the run into its status, on node 0, before the workers start."""
         run.update_status(**make_starting_status(self.name, node_count, world_size))
+
+    def record_nodes(self, run: Run, report: NodeReport) -> None:  # noqa: B027  not all need it
+        """Write down which nodes go on and which ones are lost, after each change, on the node that
+        leads. By default nobody reads it."""
 
     def count_restarts_left(self, run: Run, config: Config) -> int:
         """Return how often the workers may be restarted. It is called once, on node 0."""

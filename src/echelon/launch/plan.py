@@ -40,6 +40,16 @@ class NodeReport(NamedTuple):
     """Those that have left on purpose."""
     missing: int
     """So many more are wanted."""
+    returning: list[tuple[int, int]]
+    """Those that are lost and would be taken back, each with the number of a new agent there."""
+    master: str
+    """HOST:PORT of the leader's store."""
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> NodeReport:
+        """Return the report with the fields that `_asdict` made of it."""
+        pairs = [(int(node), int(number)) for node, number in fields["returning"]]
+        return cls(**{**fields, "returning": pairs})
 
 
 ReportNodes: TypeAlias = Callable[[NodeReport], None]

@@ -129,6 +129,12 @@ class Run:
         """Which nodes go on since one was lost, by the agent that leads."""
         return self.folder / ".membership"
 
+    @property
+    def node_report_file(self) -> Path:
+        """Which nodes are lost, and where the leader is: for what starts agents again on nodes of a
+        Slurm job, by the agent that leads."""
+        return self.folder / ".nodes"
+
     def get_round_file(self, node: int) -> Path:
         """Written by the agent of a node for its ranks: who takes part, and which store they
         use."""

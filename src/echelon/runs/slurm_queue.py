@@ -98,6 +98,17 @@ def _join_job_ids(jobs: Sequence[str]) -> str:
     return ",".join(sorted({job.partition("_")[0] for job in jobs}))
 
 
+def list_job_nodes(job: str) -> list[str]:
+    """Return the nodes that a job has now, in their order; empty if Slurm does not answer."""
+    shown = run_slurm_command("squeue", "-h", "-j", job, "-o", "%N").stdout.strip()
+    return expand_node_list(shown) if shown else []
+
+
+def expand_node_list(node_list: str) -> list[str]:
+    """Return the names in a list of Slurm's, such as `n[1-3]`."""
+    return run_slurm_command("scontrol", "show", "hostnames", node_list).stdout.split()
+
+
 def read_current_job_id(env: Mapping[str, str]) -> str | None:
     """Return the id by which Slurm's commands know the job of this process; None outside of a
     job."""

@@ -404,8 +404,10 @@ class NodeAgent(SimpleElasticAgent):
         if any(code in (ExitCode.OK, ExitCode.PREEMPTED) for code in self._exit_codes.values()):
             self._lifeline.report_ending(self._attempt)
             return True
-        is_any_member = any(slot in replacement.round.slots for slot in self._ranks.values())
-        return not is_any_member and self._lifeline.is_ending(self._attempt)
+        if not self._lifeline.is_ending(self._attempt):
+            return False
+        # A round that was to take them in is never formed if the others ended before it.
+        return not any(replacement.has_joined(slot) for slot in self._ranks.values())
 
     def _are_all_nodes_done(self) -> bool:
         """Return whether the ranks of every node have ended. Until then a rank of another node may
@@ -612,9 +614,17 @@ class NodeAgent(SimpleElasticAgent):
         """On the leader, say who makes up the world once nodes were lost or others are wanted, and
         after each change."""
         known = self._lifeline.committed
-        report = NodeReport(sorted(known.members), [*known.left_nodes], known.count_missing_nodes())
         has_changed = known.has_lost_nodes or known.wanted_nodes
-        if self._lifeline.is_leader and has_changed and report != self._reported_nodes:
+        if not self._lifeline.is_leader or not has_changed:
+            return
+        report = NodeReport(
+            sorted(known.members),
+            [*known.left_nodes],
+            known.count_missing_nodes(),
+            [(each.node, each.number) for each in known.list_returning_nodes()],
+            self._make_world_store().address,
+        )
+        if report != self._reported_nodes:
             self._reported_nodes = report
             self._job.report_nodes(report)
 

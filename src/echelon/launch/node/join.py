@@ -13,6 +13,7 @@ from echelon.config.schema import Config
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.gpus import count_visible_gpus
 from echelon.launch.launcher import Launcher
+from echelon.launch.node.host_lock import lock_host
 from echelon.launch.node.invitation import wait_for_invitation
 from echelon.launch.node.service import (
     make_network_variables,
@@ -20,13 +21,16 @@ from echelon.launch.node.service import (
     print_failure,
     run_node,
 )
-from echelon.launch.plan import NodeSpec, ReportNodes
+from echelon.launch.plan import NodeReport, NodeSpec, ReportNodes
 from echelon.launch.registry import make_launcher
 from echelon.runs.failure import Failure
 from echelon.runs.run_folder import Run
 from echelon.runs.writer import claim_run_folder
 from echelon.world.device_fit import find_visible_fit_fault, get_default_process_count
 from echelon.world.network_key import KEY_VARIABLE
+
+_LOST_AGENT_LIMIT_S = 60.0
+"""How long an agent that was cut off may take to end itself: it holds an election first."""
 
 
 def join_run(
@@ -61,22 +65,31 @@ def join_run(
     launcher = make_launcher(config)
     if rank is None:
         rank = launcher.read_node_rank(os.environ)
+    host_lock = None
+    if launcher.has_one_agent_per_host and not is_added:
+        host_lock = lock_host(os.environ, _LOST_AGENT_LIMIT_S if rank >= nodes else 0.0)
     procs = _count_processes(launcher, config, rank, procs, os.environ)
     os.environ |= make_thread_variables(config, procs, os.environ)
     host, _, port = find_master().rpartition(":")
     spares = config.launch.spares
     node = NodeSpec(rank, nodes - spares, procs, host.strip("[]"), int(port), spares, is_added)
     os.environ |= make_network_variables(config, node.master_host, os.environ)
-    return run_node(
-        launcher,
-        config,
-        node,
-        lambda store, ask: _claim_on_node_0(run, launcher, rank),
-        on_port,
-        report_failure,
-        partial(_record_exit_code, run) if launcher.leaves_exit_code else lambda code: None,
-        report_nodes,
-    )
+
+    def report_to_launcher(report: NodeReport) -> None:
+        launcher.record_nodes(run, report)
+        report_nodes(report)
+
+    with host_lock or contextlib.nullcontext():
+        return run_node(
+            launcher,
+            config,
+            node,
+            lambda store, ask: _claim_on_node_0(run, launcher, rank),
+            on_port,
+            report_failure,
+            partial(_record_exit_code, run) if launcher.leaves_exit_code else lambda code: None,
+            report_to_launcher,
+        )
 
 
 def join_later(folder: str, first_node: int) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,15 @@ class Member:
         return cls(**{**fields, "slots": tuple(fields["slots"])})
 
 
+class ReturningNode(NamedTuple):
+    """A node that was lost and may come back."""
+
+    node: int
+    host: str
+    number: int
+    """Of the agent that is started there again, if one is. No other node ever has it."""
+
+
 @dataclass(frozen=True)
 class Membership:
     """The nodes of a world for a while. A change has the next epoch."""
@@ -79,6 +88,8 @@ class Membership:
     """A machine, by the name of its host, and what happened, for each time that it was at fault."""
     excluded_hosts: tuple[str, ...] = ()
     """Machines that were left out, and are not taken back."""
+    returning: tuple[ReturningNode, ...] = ()
+    """Nodes of the run's own job that are lost and have not come back."""
 
     @property
     def has_lost_nodes(self) -> bool:
@@ -100,6 +111,7 @@ class Membership:
             "vacancies": tuple(vacancies),
             "faults": tuple((str(host), str(what)) for host, what in fields["faults"]),
             "excluded_hosts": tuple(fields["excluded_hosts"]),
+            "returning": tuple(ReturningNode(*each) for each in fields["returning"]),
         }
         return cls(**{**fields, **parts})
 
@@ -128,7 +140,9 @@ class Membership:
         """Return the next membership, with a node that is new or has changed."""
         vacancies = tuple(v for v in self.vacancies if v[0] != member.place)
         members = {**self.members, member.node: member}
-        return replace(self, epoch=self.epoch + 1, members=members, vacancies=vacancies)
+        returning = tuple(r for r in self.returning if r.number != member.node)
+        changed = replace(self, members=members, vacancies=vacancies, returning=returning)
+        return replace(changed, epoch=self.epoch + 1)
 
     def remove(self, node: int) -> Membership:
         """Return the next membership, without a node that is lost, or has left on purpose."""
@@ -141,7 +155,12 @@ class Membership:
             changed = replace(changed, vacancies=(*self.vacancies, (gone.place, gone.slots)))
         if gone.leaving:
             return replace(changed, left_nodes=(*self.left_nodes, node))
-        return replace(changed, lost_hosts=(*self.lost_hosts, gone.host))
+        changed = replace(changed, lost_hosts=(*self.lost_hosts, gone.host))
+        if gone.is_added:
+            return changed
+        _, number = self.reserve_nodes(1)
+        returning = (*self.returning, ReturningNode(node, gone.host, number))
+        return replace(changed, reserved_nodes=number + 1, returning=returning)
 
     def add_places(self, count: int) -> Membership:
         """Return the membership with so many further places, each with new slots: as many as a
@@ -170,6 +189,13 @@ class Membership:
         """Return how many nodes would have to come, so that as many run ranks as are wanted."""
         there = [m for m in self.members.values() if not m.leaving]
         return max(0, self.wanted_nodes - len(there))
+
+    def list_returning_nodes(self) -> list[ReturningNode]:
+        """Return the lost nodes that are to be taken back: none beyond the number that was asked
+        for, and no machine that was left out."""
+        if self.wanted_nodes and not self.count_missing_nodes():
+            return []
+        return [each for each in self.returning if each.host not in self.excluded_hosts]
 
     def list_holders(self) -> list[Member]:
         """Return the nodes that run ranks."""

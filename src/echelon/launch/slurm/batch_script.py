@@ -163,7 +163,7 @@ def _render_folder_guard() -> Iterator[str]:
     yield f"    exit {int(ExitCode.USAGE)}"
     yield "  fi"
     yield '  if [ "$other" != "$job" ]; then echo "$job" > "$run/job"; fi'
-    yield '  rm -f "$run/exit" "$run/.code"'
+    yield '  rm -f "$run/exit" "$run/.code" "$run/.nodes"'
     yield '} 9>> "$run/job"'
 
 
@@ -372,6 +372,9 @@ def render_agents_step(config: Config) -> Iterator[str]:
     yield "# One agent per node, which starts that node's processes and watches them."
     srun = make_srun_command(config, 1)
     if survives := survives_lost_nodes(config):
+        yield "# An agent that is lost is started again while Slurm has its node in this job."
+        yield f'{make_python_command(config)} -m echelon return-nodes "$run" &'
+        yield "returning=$!"
         yield "# The agents go on without a node that is lost. When they have ended, srun would"
         yield "# wait for that of a dead node until Slurm has given it up."
         yield '(until [ -s "$run/.code" ]; do sleep 1; done'
@@ -382,7 +385,10 @@ def render_agents_step(config: Config) -> Iterator[str]:
     yield f"  {make_python_command(config)} -m echelon node \\"
     yield '  --nodes "$SLURM_NNODES" --master "$master:$port" "$run"'
     if survives:
-        yield 'code=$?; kill "$waiting" 2> /dev/null; (exit "$code")'
+        yield 'code=$?; kill "$waiting" 2> /dev/null; kill -USR1 "$returning" 2> /dev/null'
+        yield "# Agents that were started again may go on when all first ones are gone."
+        yield 'while kill -0 "$returning" 2> /dev/null; do wait "$returning"; done 2> /dev/null'
+        yield '(exit "$code")'
 
 
 def _render_wandb_agent_step(config: Config, words: str) -> Iterator[str]:
@@ -404,6 +410,24 @@ def make_trial_step_command(config: Config, run: Run, master: str) -> list[str]:
         *shlex.split(make_python_command(config)),
         *("-m", "echelon", "node", "--nodes", str(launch.nodes)),
         *("--master", master, str(run.folder)),
+    ]
+
+
+def make_return_command(
+    config: Config, run: Run, host: str, node: int, node_count: int, master: str
+) -> list[str]:
+    """Return the step that starts an agent again on a node of the job this process is in. The step
+    of the lost one may have to be waited for until Slurm knows that it has ended: they overlap."""
+    cpus = _count_cpus_per_node(config.launch, count_processes_per_node(config))
+    return [
+        *("srun", "--overlap", "--export=ALL", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1"),
+        *([f"--cpus-per-task={cpus}"] if cpus else []),
+        f"--nodelist={host}",
+        "--open-mode=append",
+        f"--output={run.get_node_log_file(node)}",
+        *shlex.split(make_python_command(config)),
+        *("-m", "echelon", "node", "--nodes", str(node_count)),
+        *("--master", master, "--node-rank", str(node), str(run.folder)),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -21,6 +22,7 @@ from echelon.launch.node.service import make_thread_variables
 from echelon.launch.plan import (
     LaunchPlan,
     LocalMachine,
+    NodeReport,
     NodeSpec,
     ProbeCommand,
     ProbePlan,
@@ -40,6 +42,7 @@ from echelon.runs.create import assign_name
 from echelon.runs.failure import Failure
 from echelon.runs.run_folder import Run
 from echelon.runs.slurm_queue import read_current_job_id
+from echelon.utils.files import write_json_atomically
 
 _PROBE_JOB_NAME = "echelon-preflight"
 
@@ -53,6 +56,7 @@ class SlurmLauncher(Launcher):
     queue = "Slurm's queue"
     needs_shared_folder = True
     finds_node_0_by_name = True
+    has_one_agent_per_host = True
 
     def complete_config(self, config: Config, dry_run: bool) -> Config:
         """Name the run, and check that the secrets can be read.
@@ -132,6 +136,11 @@ class SlurmLauncher(Launcher):
         script was submitted by hand, with sbatch."""
         job = read_current_job_id(os.environ)
         run.update_status(launcher=self.name, job=job, world=world_size)
+
+    def record_nodes(self, run: Run, report: NodeReport) -> None:
+        """Write it for `echelon return-nodes`, which the batch script runs."""
+        with contextlib.suppress(OSError):  # the disk may be full; then no node comes back
+            write_json_atomically(run.node_report_file, report._asdict())
 
     def count_restarts_left(self, run: Run, config: Config) -> int:
         """Return the restarts that are left over all jobs of the run, requeued ones included."""
