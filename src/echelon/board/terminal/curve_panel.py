@@ -15,23 +15,25 @@ from textual.binding import BindingType
 from textual.screen import Screen
 from textual.strip import Strip
 
-from echelon.board.curve_queries import CurvePoints, query_curve
+from echelon.board.curves.curve_queries import CurvePoints, query_curve
 from echelon.board.request import RequestError
 from echelon.board.terminal.lines import BOLD, DIM, LinesWidget, fit_text
 from echelon.board.terminal.prompts import ChoiceScreen
 from echelon.runs.run_folder import Run
 from echelon.tracking.summary import needs_log_scale
+from echelon.utils.os_errors import format_os_error_reason
 from echelon.views.smoothing import smooth_values
 from echelon.views.text_chart import ASCII, BRAILLE, ChartCurve, ChartWindow, Glyphs, draw_chart
 
 AXES = ("step", "epoch", "samples", "time")
 SMOOTHING = (0.0, 0.6, 0.9, 0.97)
-SCALES = ("auto", "log", "linear")
 _COLOURS = ("blue", "red", "green", "magenta", "cyan", "yellow", "bright_blue", "bright_red")
 """Of the sixteen that every terminal has; it knows which can be read on its background."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _AXIS_WIDTH = 9
-_MIN_PAUSE_S = 0.4
+_MIN_PAUSE_S = 0.8
+"""Between two pictures of what grows."""
+_LIVE_PARTS = 25
 
 
 class DrawnRun(NamedTuple):
@@ -41,6 +43,8 @@ class DrawnRun(NamedTuple):
     name: str
     number: int
     """By which its colour and letter are chosen."""
+    is_live: bool = False
+    """Whether it may still grow."""
 
     @property
     def style(self) -> Style:
@@ -64,11 +68,21 @@ class CurveView:
     to_x: float | None = None
     smooth: float = 0.0
     scale: str = "auto"
+    """Of the axis of values: also `log` or `linear`."""
 
 
 class _ReadCurve(NamedTuple):
     run: DrawnRun
     points: CurvePoints
+
+
+class _ReadView(NamedTuple):
+    """What was read for a view."""
+
+    view: CurveView
+    curves: list[_ReadCurve]
+    shown: tuple[float, float] | None
+    fault: str
 
 
 class CurvePanel(LinesWidget):
@@ -91,6 +105,9 @@ class CurvePanel(LinesWidget):
         self._read_view = CurveView()
         """That of the curves that were read."""
         self._curves: list[_ReadCurve] = []
+        self._range: tuple[float, float] | None = None
+        """What is drawn of the axis; None without any point."""
+        self._is_log_drawn = False
         self._fault = ""
         self._wanted = threading.Event()
         self._has_new_view = threading.Event()
@@ -100,6 +117,11 @@ class CurvePanel(LinesWidget):
     def view(self) -> CurveView:
         """What is drawn."""
         return self._view
+
+    @property
+    def is_log_drawn(self) -> bool:
+        """Whether the axis of values is logarithmic now."""
+        return self._is_log_drawn
 
     def on_mount(self) -> None:
         threading.Thread(target=self._keep_reading, name="board-curves", daemon=True).start()
@@ -126,7 +148,7 @@ class CurvePanel(LinesWidget):
 
     def zoom(self, factor: float) -> None:
         """Show another part of the axis around the middle, or all of it where that is less."""
-        whole = self._find_range()
+        whole = _find_range(self._curves)
         if whole is None:
             return
         first, last = _choose_range(self._view, whole)
@@ -135,7 +157,7 @@ class CurvePanel(LinesWidget):
 
     def pan(self, share: float) -> None:
         """Move along the axis by a share of what is shown."""
-        whole = self._find_range()
+        whole = _find_range(self._curves)
         if whole is None or self._view.from_x is None:
             return
         first, last = _choose_range(self._view, whole)
@@ -159,12 +181,11 @@ class CurvePanel(LinesWidget):
             if self._is_closed:
                 return
             began = time.monotonic()
-            view, width = self._view, self._get_dots()
-            curves, fault = self._read(view, width)
+            found = self._read(self._view, self._get_dots())
             if self._is_closed:
                 return
-            self.app.call_from_thread(self._take, view, curves, fault)
-            if any(curve.points.share < 1 for curve in curves):
+            self.app.call_from_thread(self._take, found)
+            if any(curve.points.share < 1 for curve in found.curves):
                 self._wanted.set()
             took_s = time.monotonic() - began
             # A pause by the cost, so that many long runs leave room for everything else. A person
@@ -174,22 +195,38 @@ class CurvePanel(LinesWidget):
     def _get_dots(self) -> int:
         return max(2, (self.size.width - _AXIS_WIDTH) * self._glyphs.dots_wide)
 
-    def _read(self, view: CurveView, width: int) -> tuple[list[_ReadCurve], str]:
+    def _read(self, view: CurveView, width: int) -> _ReadView:
+        found = self._read_part(view, view.from_x, view.to_x, width)
+        whole = _find_range(found.curves)
+        if whole is None:
+            return found
+        first = whole[0] if view.from_x is None else view.from_x
+        last = whole[1] if view.to_x is None else view.to_x
+        if view.to_x is None and any(run.is_live for run in view.runs):
+            last = _round_up_end(first, last)
+        if any(not curve.points.is_exact for curve in found.curves):
+            # All of them by the same pixels, which stay where they are while runs go on.
+            found = self._read_part(view, first, last, width)
+        return found._replace(shown=(first, last))
+
+    def _read_part(
+        self, view: CurveView, from_x: float | None, to_x: float | None, width: int
+    ) -> _ReadView:
         curves, fault = [], ""
         for drawn in view.runs:
             try:
                 run = self._find_run(drawn.run_id)
-                points = query_curve(run, view.metric, view.axis, view.from_x, view.to_x, width)
+                points = query_curve(run, view.metric, view.axis, from_x, to_x, width)
             except RequestError as error:
                 fault = error.what
             except OSError as error:
-                fault = f"{drawn.name}: {error.strerror or error}"
+                fault = f"{drawn.name}: {format_os_error_reason(error)}"
             else:
                 curves.append(_ReadCurve(drawn, points))
-        return curves, fault
+        return _ReadView(view, curves, None, fault)
 
-    def _take(self, view: CurveView, curves: list[_ReadCurve], fault: str) -> None:
-        self._read_view, self._curves, self._fault = view, curves, fault
+    def _take(self, found: _ReadView) -> None:
+        self._read_view, self._curves, self._range, self._fault = found
         self.update_lines()
 
     def on_resize(self) -> None:
@@ -197,28 +234,21 @@ class CurvePanel(LinesWidget):
 
     # --- drawing ---
 
-    def _find_range(self) -> tuple[float, float] | None:
-        """Return where all curves begin and end; None without any point."""
-        points = [curve.points for curve in self._curves]
-        firsts = [each.first_x for each in points if each.first_x is not None]
-        lasts = [each.last_x for each in points if each.last_x is not None]
-        return (min(firsts), max(lasts)) if firsts and lasts else None
-
     def make_lines(self, width: int, height: int) -> list[Strip]:
         curves = [curve for curve in self._curves if len(curve.points.x)]
         shown = [(curve.run, *self._select_values(curve.points)) for curve in curves]
         lines = [self._make_title(width, curves), *self._make_legend(width)]
         chart_height = height - len(lines) - 2
-        whole = self._find_range()
-        if chart_height < 2 or width < 2 * _AXIS_WIDTH or whole is None or not shown:
+        if chart_height < 2 or width < 2 * _AXIS_WIDTH or self._range is None or not shown:
             return [*lines, Strip([Segment("  " + self._explain_nothing(), DIM)])]
-        first_x, last_x = _choose_range(self._read_view, whole)
+        first_x, last_x = self._range
         values = [
             y for _, xs, ys in shown for x, y in zip(xs, ys, strict=True) if first_x <= x <= last_x
         ] or [y for _, _, ys in shown for y in ys]
-        is_log = self._is_log(values)
+        is_log = self._is_log_drawn = self._is_log(values)
         if is_log:
             values = [value for value in values if value > 0]
+        lines[0] = self._make_title(width, curves)
         unit = curves[0].points.axis
         window = ChartWindow(first_x, last_x, min(values), max(values), is_log, unit)
         has_letters = not self._has_colours and len(shown) > 1
@@ -256,8 +286,8 @@ class CurvePanel(LinesWidget):
     def _make_title(self, width: int, curves: Sequence[_ReadCurve]) -> Strip:
         view = self._read_view
         said = []
-        if view.scale != "auto":
-            said.append(f"{view.scale} axis")
+        if self._is_log_drawn:
+            said.append("logarithmic")
         if view.smooth:
             said.append(f"smoothed {view.smooth:g}")
         if view.from_x is not None and view.to_x is not None:
@@ -295,6 +325,24 @@ class CurvePanel(LinesWidget):
         if self._read_view != self._view:
             return "reading…"
         return f"no values of {self._view.metric} yet"
+
+
+def _find_range(curves: Sequence[_ReadCurve]) -> tuple[float, float] | None:
+    """Return where all curves begin and end; None without any point."""
+    points = [curve.points for curve in curves]
+    firsts = [each.first_x for each in points if each.first_x is not None]
+    lasts = [each.last_x for each in points if each.last_x is not None]
+    return (min(firsts), max(lasts)) if firsts and lasts else None
+
+
+def _round_up_end(first: float, last: float) -> float:
+    """Return a place a little behind the end of a curve that grows, so that the axis and all that
+    was drawn stay where they are for a while."""
+    reach = last - first
+    if reach <= 0:
+        return last
+    part = 10.0 ** math.ceil(math.log10(reach)) / _LIVE_PARTS / 4
+    return math.ceil(last / part) * part
 
 
 def _choose_range(view: CurveView, whole: tuple[float, float]) -> tuple[float, float]:
@@ -341,7 +389,7 @@ class CurveScreen(Screen[None]):
         self.curves.change(metric=metric)
 
     def action_next_scale(self) -> None:
-        self.curves.change(scale=_find_next(SCALES, self.curves.view.scale))
+        self.curves.change(scale="linear" if self.curves.is_log_drawn else "log")
 
     def action_next_smoothing(self) -> None:
         self.curves.change(smooth=_find_next(SMOOTHING, self.curves.view.smooth))

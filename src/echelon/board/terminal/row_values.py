@@ -308,8 +308,8 @@ class RowColumn:
         numbers = [v for each in every if is_number(v := each.get(key))]
         if key in ("best", "time") or any(each.is_metric(key) for each in every):
             return self._format_mean(numbers)
-        texts = {self.format_cell(row) for row in rows}
-        return texts.pop() if len(texts) == 1 else f"{len(texts)} values"
+        count = len({str(each.get(key)) for each in every})
+        return self.format_cell(rows[0]) if count == 1 else f"{count} values"
 
     def _format_mean(self, numbers: Sequence[float]) -> str:
         if not numbers:

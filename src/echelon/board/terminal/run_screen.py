@@ -21,10 +21,11 @@ from echelon.board.terminal.curve_panel import CurvePanel, CurveScreen, CurveVie
 from echelon.board.terminal.lines import LinesWidget, OneLine, ScrolledLines, clean_ansi, clean_text
 from echelon.board.terminal.log_pane import LogPane
 from echelon.board.terminal.prompts import ChoiceScreen, PromptBar
-from echelon.board.terminal.row_values import format_steps, list_metrics
+from echelon.board.terminal.row_values import format_steps, is_active, list_metrics
 from echelon.errors import EchelonError
 from echelon.jobs.logs import list_log_names
 from echelon.runs.run_folder import Run
+from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.text import format_bytes, format_timestamp
 from echelon.views.run_settings import format_setting_value
 from echelon.views.table import STATE_STYLES
@@ -42,7 +43,7 @@ _KIND_STYLES = {
 }
 _HINTS = {
     "curves": "m metric  l log axis  s smooth  x axis  + - zoom  [ ] move",
-    "logs": "/ search  n N next  f ranks  G follow",
+    "logs": "/ search  n N next  f ranks",
 }
 
 
@@ -96,7 +97,7 @@ class RunScreen(CurveScreen):
     def on_mount(self) -> None:
         self.board_app.watched.ids = (self._run_id,)
         row = self.board_app.rows.get(self._run_id, {})
-        drawn = DrawnRun(self._run_id, row.get("name", self._run_id), 0)
+        drawn = DrawnRun(self._run_id, row.get("name", self._run_id), 0, is_active(row))
         self.curves.show(replace(self._view, runs=(drawn,)))
         for name in ("overview", "settings", "timeline", "snapshots"):
             self.query_one(f"#{name}", ScrolledLines).show([Text("  reading…", "dim")])
@@ -242,7 +243,7 @@ class RunScreen(CurveScreen):
         except EchelonError as error:
             return {"overview": [Text(f"  {fault.what}", "red") for fault in error.faults]}
         except OSError as error:
-            return {"overview": [Text(f"  {error}", "red")]}
+            return {"overview": [Text(f"  {format_os_error_reason(error)}", "red")]}
 
     def _take(self, texts: dict[str, list[Text]]) -> None:
         for name, lines in texts.items():
@@ -319,8 +320,8 @@ def _list_timeline(events: Sequence[dict[str, Any]]) -> list[Text]:
     for event in reversed(events):
         line = Text(f"  {format_timestamp(event['t'])}  ", "dim")
         line.append(f"{event['kind']:<9}", f"not dim {_KIND_STYLES.get(event['kind'], '')}".strip())
-        step = "" if event["step"] is None else f"step {event['step']:g}"
-        line.append(f"{step:<14}").append(clean_text(event["text"]), "not dim")
+        step = "" if event["step"] is None else f"step {event['step']:.10g}"
+        line.append(f"{step:<13} ").append(clean_text(event["text"]), "not dim")
         lines.append(line)
     return lines or [Text("  nothing is known of it", "dim")]
 

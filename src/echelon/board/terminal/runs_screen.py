@@ -50,9 +50,7 @@ _COST_SHARE = 0.2
 """Of one core, for tables that are sorted again and again while runs go on."""
 _AGES_EVERY_S = 20.0
 _SELECTION_PAUSE_S = 0.1
-_KEYS = (
-    "enter open  space draw  / filter  o sort  b group  m metric  n note  t tags  ? help  q quit"
-)
+_KEYS = "? help  / filter  space draw  enter open  o sort  b group  m metric  q quit"
 HELP = {
     "Table": [
         ("up, down, j, k", "select a run; page up and down, g, G: far"),
@@ -70,7 +68,7 @@ HELP = {
         ("m, M", "the next metric, choose one"),
         ("+, -, 0", "zoom in, out, all"),
         ("[, ]", "earlier, later"),
-        ("l", "axis of values: automatic, logarithmic, linear"),
+        ("l", "logarithmic axis, and back"),
         ("s", "smooth more, not at all"),
         ("x", "over steps, epochs, samples, time at work"),
     ],
@@ -214,7 +212,9 @@ class RunsScreen(CurveScreen):
     def _make_groups(self) -> list[TableItem]:
         groups: dict[str, list[Row]] = {}
         for row in self._visible:
-            value = RowValues(row, self.board_app.defaults).get(self._group)
+            is_sweep = self._group == "sweep"
+            values = RowValues(row, self.board_app.defaults)
+            value = row.get("sweep") if is_sweep else values.get(self._group)
             text = MISSING if value is None else format_setting_value(value)
             groups.setdefault(f"{self._group}={text}", []).append(row)
         items: list[TableItem] = []
@@ -280,7 +280,7 @@ class RunsScreen(CurveScreen):
 
     def _draw_selected(self) -> None:
         drawn = tuple(
-            DrawnRun(row["id"], row["name"], self._ticked.get(row["id"], number))
+            DrawnRun(row["id"], row["name"], self._ticked.get(row["id"], number), is_active(row))
             for number, row in enumerate(self._list_drawn_rows())
         )
         self.board_app.watched.ids = tuple(run.run_id for run in drawn)
@@ -330,12 +330,12 @@ class RunsScreen(CurveScreen):
     # --- filter, order, groups ---
 
     def action_filter(self) -> None:
-        self._ask("filter:", self._query_text, self._take_filter, self._set_filter)
+        before = self._query_text
+        self._ask("filter:", before, lambda text: self._take_filter(before, text), self._set_filter)
 
-    def _take_filter(self, text: str | None) -> None:
-        if text is None:
-            text = self._query_text  # what was found last stands; Escape in the table clears it
-        self._set_filter(text)
+    def _take_filter(self, before: str, text: str | None) -> None:
+        """Take over what was typed; after Escape it is as before."""
+        self._set_filter(before if text is None else text)
         self._table.focus()
 
     def _set_filter(self, text: str) -> None:

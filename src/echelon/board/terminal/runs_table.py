@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -37,6 +37,13 @@ class RunGroup:
     label: str
     rows: tuple[Row, ...]
     is_open: bool
+    _cells: dict[str, str] = field(default_factory=dict, compare=False)
+
+    def format_cell(self, column: RowColumn) -> str:
+        """Return what a cell says; of thousands of runs it is found once."""
+        if column.key not in self._cells:
+            self._cells[column.key] = column.format_group_cell(self.rows)
+        return self._cells[column.key]
 
 
 TableItem = Row | RunGroup
@@ -129,7 +136,7 @@ class RunTable(LinesWidget, can_focus=True):
             if column.key == "name":
                 sign = "▾" if item.is_open else "▸"
                 return f"{sign} {item.label} ({len(item.rows)})"
-            return column.format_group_cell(item.rows)
+            return item.format_cell(column)
         text = column.format_cell(item)
         if column.key == "state":
             return f"{_STATE_MARKS.get(text, '?')} {text}"
