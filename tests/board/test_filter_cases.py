@@ -7,48 +7,16 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
-from run_folders import echelon, make_run
+from filter_cases import CASES, CASES_FILE, make_runs, require_answer
+from run_folders import echelon
 
 from echelon import board
 from echelon.board.run_rows import get_default_settings, read_row_text
 from echelon.errors import ExitCode
-from echelon.runs.annotations import annotate_run
-from echelon.runs.run_folder import Run
 
-CASES_FILE = Path(__file__).with_name("filter_cases.json")
-CASES: dict[str, list[dict[str, Any]]] = json.loads(CASES_FILE.read_text())
 FILTERS_SCRIPT = Path(board.__file__).parent / "page" / "filters.js"
-
-
-def make_runs(root: Path) -> list[Run]:
-    """The run folders of the cases."""
-    runs = []
-    for case in CASES["runs"]:
-        settings = {"entry": "echelon.recipes.toy:experiment", **case["settings"]}
-        run = make_run(root, case["name"], case["metrics"], case.get("trainer"), case["status"])
-        config = json.loads(run.config_file.read_text())
-        config |= {"experiment": settings, "seed": case.get("seed", config["seed"])}
-        run.config_file.write_text(json.dumps(config))
-        annotate_run(run, case.get("note"), case.get("tags", []), [])
-        runs.append(run)
-    return runs
-
-
-def require_answer(
-    case: dict[str, Any], names: list[str] | None, said: str, hint: str | None = None
-) -> None:
-    """Compare an answer, names or a fault, with what a case expects."""
-    if "says" not in case:
-        assert names == case["keeps"], (case, said)
-        return
-    assert names is None, case
-    assert case["says"] in said, case
-    if "nearest" in case:
-        nearest = (said if hint is None else hint).partition("did you mean ")[2].strip("'")
-        assert nearest.startswith(case["nearest"]), (case, said, hint)
 
 
 def test_filters_of_the_command_line_meet_the_cases(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.run_folders import lines, make_run
+from run_folders import lines, make_run
 
 from echelon.board.plot_file import send_plot_file
 from echelon.board.request import NotFoundError, Request, RequestError

@@ -25,7 +25,7 @@ from echelon.board.run_rows import (
     compute_signature,
     encode_row,
     find_name_text,
-    find_outside_link,
+    find_odd_file,
     get_default_settings,
     make_run_id,
     make_shown_name,
@@ -117,7 +117,7 @@ class RunIndex:
 
     def find_folder(self, run_id: str) -> Path:
         """Return the folder of a run; NotFoundError where there is none by this id, and for one
-        with links that lead out of its root.
+        with files that are not to be read, such as links that lead out of its root.
 
         An id is looked up, and its name is one of a folder in a root: no text leads elsewhere.
         """
@@ -127,10 +127,9 @@ class RunIndex:
         folder = row.folder if row is not None else self._find_new_folder(run_id)
         if folder is None or os.path.islink(folder) or not is_run_folder(folder):
             raise make_missing_run_error(run_id)
-        if link := find_outside_link(folder):
+        if problem := find_odd_file(folder):
             raise NotFoundError(
-                f"{link} of {make_shown_name(os.path.basename(folder))} is a link that leads "
-                "elsewhere",
+                f"of run {make_shown_name(os.path.basename(folder))}, {problem}",
                 "the board shows what is in its folders of runs",
             )
         return Path(folder)

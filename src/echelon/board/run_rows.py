@@ -32,9 +32,13 @@ UNSETTLED = "-"
 _SETTLING_NS = 2_000_000_000
 """A file may change again within one tick of its file system's clock, which some count in
 seconds."""
-_READ_FILES = (
-    *("config.json", "status.json", "metrics.jsonl", "summary.json", "history.jsonl"),
-    *("annotations.json", "exit", "job", "command.json"),
+_READ_FILES = frozenset(
+    (
+        *("config.json", "status.json", "metrics.jsonl", "summary.json", "history.jsonl"),
+        *("annotations.json", "exit", "job", "command.json", "start.json", "call.json"),
+        *("wandb.json", "mirror.json", "submission.json", "bad_samples.jsonl", "foreign.json"),
+        *("cancelled", "archived", ".membership", ".writer", ".nodes"),
+    )
 )
 _MAX_TEXT = 1000
 """Characters of a value in a row. The page of one run shows all of it."""
@@ -108,17 +112,23 @@ def compute_signature(folder: str) -> tuple[str, int]:
     return text if is_settled else UNSETTLED, newest_ns
 
 
-def find_outside_link(folder: str) -> str | None:
-    """Return the name of a file of a run that is a link to what is not in its root; None without.
+def find_odd_file(folder: str) -> str | None:
+    """Return why the files of a run are not to be read: one is a link to what is not in its root,
+    or no plain file, such as a pipe, which would be waited for. None where all are sound.
 
     Somebody else may have put it there, to have a file of the reader's shown to others.
     """
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_symlink() and entry.name in _READ_FILES:
-                root = os.path.realpath(os.path.dirname(folder))
-                if not os.path.realpath(entry.path).startswith(root.rstrip("/") + "/"):
-                    return entry.name
+            if entry.name not in _READ_FILES or entry.is_file(follow_symlinks=False):
+                continue
+            if not entry.is_symlink():
+                return f"{entry.name} is not a plain file"
+            root = os.path.realpath(os.path.dirname(folder)).rstrip("/") + "/"
+            if not os.path.realpath(entry.path).startswith(root):
+                return f"{entry.name} is a link that leads elsewhere"
+            if os.path.exists(entry.path) and not entry.is_file():
+                return f"{entry.name} is a link to what is not a plain file"
     return None
 
 
@@ -175,8 +185,8 @@ class LiveRow:
 
         signature, _ = compute_signature(self.folder)  # first: what changes now, changes it
         run = Run(Path(self.folder))
-        if link := find_outside_link(self.folder):
-            self._row = _make_broken_row(run.name, f"{link} is a link that leads elsewhere")
+        if problem := find_odd_file(self.folder):
+            self._row = _make_broken_row(run.name, problem)
             return RunRowText(run.name, signature, encode_row(self._row))
         [self._record], _ = read_run_records([run], self._ask_slurm)
         is_running = self._record.run_status.state == "running"

@@ -72,7 +72,7 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # the last for lists within lists without end
         return None
     return data if isinstance(data, dict) else None
 

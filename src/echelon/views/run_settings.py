@@ -131,8 +131,12 @@ def format_setting_value(value: Any) -> str:
 
 def _find_differences_in_group(group: Sequence[RunRecord]) -> list[dict[str, str]]:
     texts = [
-        {k: format_setting_value(v) for k, v in flatten_settings(r).items() if is_relevant_setting(k)}
-        for r in group
+        {
+            key: format_setting_value(value)
+            for key, value in flatten_settings(record).items()
+            if is_relevant_setting(key)
+        }
+        for record in group
     ]
     sound = [mine for r, mine in zip(group, texts, strict=True) if not r.problem]
     keys = dict.fromkeys(key for mine in sound for key in mine)
