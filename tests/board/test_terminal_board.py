@@ -133,7 +133,7 @@ def test_table_is_filtered_sorted_and_grouped_by_keys(tmp_path: Path) -> None:
         await wait_for(pilot, shows(app, "▸ lr=0.1 (2)"))
         await pilot.press("end", "enter")
         await wait_for(pilot, shows(app, "▾ lr=0.1 (2)"))
-        assert "1 finished, 1" in read_screen(app)
+        assert "1 failed, 1…" in read_screen(app)
 
     use_board(tmp_path, use, (120, 30))
 
