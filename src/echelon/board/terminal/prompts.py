@@ -64,7 +64,8 @@ class PlainInput(Input):
     """
 
     def __init__(self, value: str = "", placeholder: str = "") -> None:
-        super().__init__(value, placeholder, compact=True)
+        # What is there is added to: a note that is selected would be gone with the first key.
+        super().__init__(value, placeholder, compact=True, select_on_focus=False)
         self.cursor_blink = False
 
 
