@@ -204,7 +204,7 @@ def sort_rows(
 ) -> list[Row]:
     """Return rows in the order of `echelon runs --sort KEY`; of equal ones the newest first."""
     newest = sorted(rows, key=lambda row: (row.get("started") or 0.0, row["name"]), reverse=True)
-    if key not in ("when", "started", "age"):
+    if key not in ("when", "age"):
         newest.sort(key=lambda row: RowValues(row, defaults).get_sort_key(key))
     return newest[::-1] if is_reversed else newest
 
