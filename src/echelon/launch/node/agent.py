@@ -654,7 +654,10 @@ class NodeAgent(SimpleElasticAgent):
         """Return whether a rank with this exit code may be replaced: it was killed, or asked for
         it, or was a replacement itself, whose failure is no matter of the others."""
         is_gone = code < 0 or code == ExitCode.TRANSIENT or not self._is_member(local_rank)
-        return is_gone and not self._fork_server.is_gone and replacement.can_replace()
+        if not is_gone or self._fork_server.is_gone:
+            return False
+        replacement.wait_until_begun()
+        return replacement.can_replace()
 
     def _make_loss_failure(
         self, replacement: RankReplacement, local_rank: int, code: int
