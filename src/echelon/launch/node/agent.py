@@ -38,10 +38,12 @@ from echelon.launch.node.fork_server import (
     ForkServerGone,
     WorkerSpawnRequest,
 )
+from echelon.launch.node.hang_detection import HungRank, RankHeartbeats
 from echelon.launch.node.invitation import Invitation, write_invitation
-from echelon.launch.node.lifeline import HungRank, Lifeline, RankHeartbeats, SlotAssignment
+from echelon.launch.node.lifeline import Lifeline
 from echelon.launch.node.log_stamps import NodeLogs
 from echelon.launch.node.machine_judge import MachineJudge
+from echelon.launch.node.node_reports import SlotAssignment
 from echelon.launch.node.node_scaling import ScaleAnswer, ScaleLimits, scale_nodes
 from echelon.launch.node.rank_replacement import RankReplacement, ReplacementLimits, WorldStore
 from echelon.launch.node.rendezvous import FixedRendezvous, connect_to_leader, host_store

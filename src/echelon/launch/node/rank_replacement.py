@@ -22,9 +22,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from echelon.errors import ExitCode
-from echelon.launch.node.lifeline import Lifeline, LostNode, RankLoss, SlotAssignment
+from echelon.launch.node.lifeline import Lifeline
 from echelon.launch.node.machine_judge import MachineJudge
 from echelon.launch.node.membership import Member
+from echelon.launch.node.node_reports import LostNode, RankLoss, SlotAssignment
 from echelon.launch.node.round_keeper import RoundKeeper
 from echelon.launch.node.round_recorder import RoundRecorder
 from echelon.runs.failure import SUPERSEDED_ROUND, Failure
