@@ -93,7 +93,8 @@ def run_command(words: list[str]) -> int:
 
 
 def _render_overview() -> str:
-    lines = "\n".join(f"  {name:<11}{each.summary}" for name, each in SUBCOMMANDS.items())
+    width = max(map(len, SUBCOMMANDS)) + 2
+    lines = "\n".join(f"  {name:<{width}}{each.summary}" for name, each in SUBCOMMANDS.items())
     return f"""\
 echelon takes a PyTorch training from a laptop to a cluster.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from board_server import LIMIT_S, RunningBoard, read_answer, run_board
 from other_users import give_away, needs_root
 from run_folders import echelon, lines, make_run
 
+import echelon.board as echelon_board
 from echelon.board.run_index import find_board_cache
 from echelon.board.server import read_or_make_token
 
@@ -156,6 +158,34 @@ def test_other_methods(board: RunningBoard) -> None:
 
 
 # --- what is outside ---
+
+
+def test_files_of_the_page_are_sent_compressed_where_that_is_taken(board: RunningBoard) -> None:
+    plain = board.ask("/app.js")
+    assert "content-encoding" not in plain.headers
+    assert plain.headers["vary"] == "Accept-Encoding"
+    packed = board.ask("/app.js", Accept_Encoding="br, gzip;q=0.8")
+    assert packed.headers["content-encoding"] == "gzip"
+    assert packed.headers["content-type"] == plain.headers["content-type"]
+    assert gzip.decompress(packed.body) == plain.body
+    assert board.ask("/app.js", Accept_Encoding="gzip").body == packed.body
+    for refusal in ("identity", "br", "gzip;q=0", "gzip; q=0.0", "xgzip"):
+        assert board.ask("/app.js", Accept_Encoding=refusal).body == plain.body
+    # Each of the two is known again by its own mark alone.
+    marks = {"identity": plain.headers["etag"], "gzip": packed.headers["etag"]}
+    assert marks["identity"] != marks["gzip"]
+    for encoding, mark in marks.items():
+        known = board.ask("/app.js", Accept_Encoding=encoding, If_None_Match=mark)
+        assert (known.status, known.body, known.headers["etag"]) == (304, b"", mark)
+        other = marks["gzip" if encoding == "identity" else "identity"]
+        assert board.ask("/app.js", Accept_Encoding=encoding, If_None_Match=other).status == 200
+
+
+def test_all_of_the_page_is_small_on_its_way(board: RunningBoard) -> None:
+    names = sorted(path.name for path in (Path(echelon_board.__file__).parent / "page").iterdir())
+    answers = [board.ask(f"/{name}", Accept_Encoding="gzip") for name in names]
+    assert {answer.status for answer in answers} == {200}
+    assert 50_000 < sum(len(answer.body) for answer in answers) < 300_000
 
 
 @pytest.mark.parametrize(

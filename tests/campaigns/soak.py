@@ -1,12 +1,12 @@
 """Breaks something of a run on three hosts every minute, and compares its curve with that of a run
 in peace.
 
-The run is one of `launch=ssh` with two processes on each host of the test cluster. Faults are drawn
-at random: a rank is killed or stopped, a host is killed, its cable is cut, the disk is full, or the
-launcher is killed. A host comes back after a while. The launcher is kept running as systemd or a
-loop of the shell would do it: the same command is started again, and continues. The run must end
-well by itself, with every step once and the numbers of the undisturbed run, and must leave no
-process behind.
+The run has two processes on each host of the test cluster, by `launch=ssh` or as a job of Slurm's.
+Faults are drawn at random: a rank is killed or stopped, a host is killed, its cable is cut, the
+disk is full; by ssh the launcher is killed, by Slurm the controller is started again. A host comes
+back after a while. The launcher is kept running as systemd or a loop of the shell would do it: the
+same command is started again, and continues. The run must end well by itself, with every step once
+and the numbers of the undisturbed run, and must leave no process behind.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument("--every-s", type=float, default=60.0, help="time between two faults")
-    parser.add_argument("--faults", nargs="*", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--launch", choices=("ssh", "slurm"), default="ssh")
+    parser.add_argument("--faults", nargs="*", choices=FAULTS, help="all that --launch has")
     parser.add_argument("--silence-s", type=float, default=5.0, help="launch.silence_s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    args.faults = args.faults or [name for name in FAULTS if name != _NOT_OF[args.launch]]
     epochs = max(4, int(args.minutes * 60 / _STEP_S / 10))
     kind = ClusterSlot().make_kind(accounting=False)
     was_up = slurm_cluster.is_up(kind)
@@ -70,10 +72,14 @@ def main() -> None:
 
 def _soak(cluster: TestCluster, disk: Path, args: Any, epochs: int) -> dict[str, Any]:
     clean, disturbed = disk / "clean", disk / "disturbed"
-    if _train(clean, [f"trainer.epochs={epochs}", "launch=inline"]).wait():
+    if _train(clean, [f"trainer.epochs={epochs}", "launch=inline"], cluster.env).wait():
         sys.exit("the undisturbed run failed:\n" + (clean / "output").read_text()[-2000:])
-    hosts = f"launch.hosts=[{','.join(cluster.nodes)}]"
-    launch = ["launch=ssh", "launch.procs=2", f"launch.ssh='ssh -F {cluster.ssh_config}'", hosts]
+    launch = [f"launch={args.launch}", "launch.procs=2"]
+    if args.launch == "ssh":
+        launch += [f"launch.hosts=[{','.join(cluster.nodes)}]"]
+        launch += [f"launch.ssh='ssh -F {cluster.ssh_config}'"]
+    else:
+        launch += [f"launch.nodes={len(cluster.nodes)}", "--wait"]
     pace = [f"trainer.epochs={epochs}", f"pause_s={_STEP_S}", "launch.hang_s=5"]
     # The faults are ours, not those of the machines they happen on.
     pace += [f"launch.silence_s={args.silence_s:g}", "launch.max_node_faults=0"]
@@ -92,14 +98,14 @@ def _soak(cluster: TestCluster, disk: Path, args: Any, epochs: int) -> dict[str,
     }
 
 
-def _train(folder: Path, words: list[str]) -> subprocess.Popen[bytes]:
+def _train(folder: Path, words: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
     folder.mkdir(exist_ok=True)
     command = ["-m", "echelon", "train", f"experiment={EXPERIMENT}:experiment", "run.name=r"]
     command += ["trainer.batch_size=8", "trainer.log_steps=1", "track.progress=none"]
     command += ["trainer.keep_last=2", *words]
     with (folder / "output").open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, *command], cwd=folder, stdout=output, stderr=output
+            [sys.executable, *command], cwd=folder, env=env, stdout=output, stderr=output
         )
 
 
@@ -127,7 +133,7 @@ class _Scene:
     ) -> None:
         self.cluster, self.disk, self.chance = cluster, disk, chance
         self._words = words
-        self.run = _train(disk / "disturbed", words)
+        self.run = _train(disk / "disturbed", words, cluster.env)
         self._history = Run(disk / "disturbed" / "runs" / "r")
         self._heal_later: list[tuple[float, Callable[[], None]]] = []
 
@@ -152,7 +158,7 @@ class _Scene:
     def kill_launcher(self) -> None:
         self.run.kill()
         self.run.wait()
-        self.run = _train(self.disk / "disturbed", self._words)
+        self.run = _train(self.disk / "disturbed", self._words, self.cluster.env)
 
     def wait_for_progress(self) -> None:
         """Wait until new lines of metrics are written; the run must not stand still."""
@@ -190,7 +196,7 @@ class _Scene:
             self._heal_later.remove(each)
 
     def pick_worker(self, host: str) -> int | None:
-        agents = [p for p, words in self.cluster.processes(host).items() if "--tether" in words]
+        agents = [p for p, words in self.cluster.processes(host).items() if "echelon" in words]
         # A worker is the child of a child of the agent, and has none itself.
         found = [w for agent in agents for w in workers(agent) if not children(w)]
         return self.chance.choice(found) if found else None
@@ -253,6 +259,11 @@ def _kill_launcher(scene: _Scene, host: str) -> bool:
     return True
 
 
+def _restart_controller(scene: _Scene, host: str) -> bool:
+    scene.cluster.restart_controller()
+    return True
+
+
 FAULTS: dict[str, Callable[[_Scene, str], bool]] = {
     "kill-rank": _signal_worker(signal.SIGKILL),
     "stop-rank": _signal_worker(signal.SIGSTOP),
@@ -260,7 +271,9 @@ FAULTS: dict[str, Callable[[_Scene, str], bool]] = {
     "cut-cable": _cut_cable,
     "fill-disk": _fill_disk,
     "kill-launcher": _kill_launcher,
+    "restart-controller": _restart_controller,
 }
+_NOT_OF = {"ssh": "restart-controller", "slurm": "kill-launcher"}
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from echelon.launch.node.bad_machines import (
     judge_machine,
     list_new_faults,
 )
-from echelon.launch.node.lifeline import RankLoss
 from echelon.launch.node.membership import Member, Membership
+from echelon.launch.node.node_reports import RankLoss
 from echelon.runs.failure import Failure, make_failure_from_exit_code
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from echelon.config import schema
 from echelon.errors import EchelonError, ExitCode
-from echelon.launch.node.lifeline import HungRank, Lifeline
+from echelon.launch.node.hang_detection import HungRank
+from echelon.launch.node.lifeline import Lifeline
 from echelon.launch.node.membership import Member, Membership
 from echelon.runs.failure import Failure
 from echelon.world.rounds import Round

@@ -33,6 +33,8 @@ LOSSES = (
     Loss("loop", 2, "sleep", 0, "step", 8, HANGS, HUNG),
     Loss("loop", 3, "error", 1, "step", 5, TRANSIENT, ("transient=true",)),
     Loss("loop", 2, "segv", 1, "step", 1, "killed by SIGSEGV"),
+    # Rank 0 imports tensorboard, and has yet to begin.
+    Loss("loop", 2, "kill", 1, "step", 1, more=("track=tensorboard",)),
     Loss("steps", 2, "kill", 1, "step", 25),
     Loss("steps", 3, "kill", 0, "step", 9),
     Loss("steps", 3, "stop", 2, "step", 8, HANGS, HUNG),

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from run_folders import make_run
 
-from echelon.launch.node.lifeline import Lifeline, RankLoss
+from echelon.launch.node.lifeline import Lifeline
 from echelon.launch.node.machine_judge import MachineJudge
 from echelon.launch.node.membership import Member
+from echelon.launch.node.node_reports import RankLoss
 from echelon.runs.failure import make_failure_from_exit_code
 from echelon.runs.history import BadMachine, read_history, record_start
 from echelon.runs.run_folder import Run

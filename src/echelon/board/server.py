@@ -21,10 +21,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlencode
-from zlib import crc32
 
 from echelon.board import live_updates, saved_views
 from echelon.board.http_connection import HttpConnection, HttpMessage
+from echelon.board.page_files import answer_page, answer_page_file
 from echelon.board.request import (
     ForbiddenError,
     Handler,
@@ -39,14 +39,6 @@ from echelon.board.request import (
 from echelon.board.run_index import RunIndex, find_board_cache
 from echelon.errors import EchelonError
 
-_PAGE_FOLDER = Path(__file__).parent / "page"
-_CONTENT_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".svg": "image/svg+xml",
-    ".png": "image/png",
-}
 _ROUTE_MODULES = (
     *("curves.curve_queries", "curves.media", "run_page", "log_lines"),
     *("machines", "sweep_pages", "actions", "foreign.foreign_runs", "plot_file"),
@@ -374,7 +366,7 @@ class BoardServer:
 
     def _find_page(self, message: HttpMessage, query: dict[str, list[str]]) -> Response:
         if message.path != "/":
-            return _answer_page_file(message.path[1:], message.headers)
+            return answer_page_file(message.path[1:], message.headers)
         if self._is_token(query.get("token", [""])[0]):
             rest = urlencode([(k, v) for k, each in query.items() for v in each if k != "token"])
             cookie = f"{_make_cookie_name(message.headers)}={self.token}"
@@ -384,8 +376,8 @@ class BoardServer:
             }
             return Response(b"", "text/plain", 303, headers)
         if not self._has_token(message.headers):
-            return Response(_read_page_file("login.html"), _CONTENT_TYPES[".html"], 401)
-        return Response(_read_page_file("index.html"), _CONTENT_TYPES[".html"])
+            return answer_page("login.html", 401)
+        return answer_page("index.html")
 
 
 def print_exception() -> None:
@@ -414,33 +406,6 @@ def _split_host(header: str) -> tuple[str, str]:
 def _make_cookie_name(headers: Mapping[str, str]) -> str:
     # A browser sends the cookies of a host to all its ports: each has one of its own.
     return f"echelon-board-{_split_host(headers.get('host', ''))[1] or 80}"
-
-
-def _answer_page_file(name: str, headers: Mapping[str, str]) -> Response:
-    """Return a file of the page, by its name in the folder; nothing else is looked for."""
-    suffix = name[name.rfind(".") :]
-    if suffix not in _CONTENT_TYPES or name not in _list_page_files():
-        raise NotFoundError(f"there is no /{name[:200]}")
-    body = _read_page_file(name)
-    mark = f'"{crc32(body):08x}-{len(body)}"'
-    caching = {"Cache-Control": "no-cache", "ETag": mark}
-    if headers.get("if-none-match") == mark:
-        return Response(b"", _CONTENT_TYPES[suffix], 304, caching)
-    return Response(body, _CONTENT_TYPES[suffix], 200, caching)
-
-
-def _list_page_files() -> list[str]:
-    try:
-        return os.listdir(_PAGE_FOLDER)
-    except OSError:
-        return []
-
-
-def _read_page_file(name: str) -> bytes:
-    try:
-        return (_PAGE_FOLDER / name).read_bytes()
-    except OSError:
-        return f"<!doctype html><title>echelon board</title><p>{name} is missing.".encode()
 
 
 def is_loopback(host: str) -> bool:

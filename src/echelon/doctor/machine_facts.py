@@ -50,6 +50,7 @@ EXTRAS = {
     "plot": "matplotlib",
     "cloud": "obstore",
     "stacks": "py-spy",
+    "board": "textual",
 }
 """The extras of pyproject.toml, each with a package that it installs."""
 

@@ -118,7 +118,14 @@ class RoundStore:
 
     def is_formed(self, round_: Round) -> bool:
         """Return whether every rank of a round has said so."""
-        return self._store.add(self._get_members_key(round_.number), 0) >= len(round_.slots)
+        return self._get_member_count(round_) >= len(round_.slots)
+
+    def is_forming(self, round_: Round) -> bool:
+        """Return whether some ranks of a round have said so, and others not yet."""
+        return 0 < self._get_member_count(round_) < len(round_.slots)
+
+    def _get_member_count(self, round_: Round) -> int:
+        return self._store.add(self._get_members_key(round_.number), 0)
 
     def _get_members_key(self, number: int) -> str:
         return f"{self._prefix}/members of {number}"

@@ -178,6 +178,7 @@ def _start_process() -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         start_new_session=True,
         text=True,
+        encoding="utf-8",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -19,6 +19,37 @@ from textual.widgets import Input
 from echelon.board.terminal.lines import BOLD, DIM, LinesWidget, OneLine, ScrolledLines, fit_text
 from echelon.errors import EchelonError
 
+_KEYS = {
+    "Table": [
+        ("up, down, j, k", "select a run; page up and down, g, G: far"),
+        ("left, right", "more columns"),
+        ("enter", "look at the run, or open and close a group"),
+        ("space", "draw the run, or all of a group; c: none"),
+        ("/", "filter: lr>=0.01 state=finished name=seed-*, or any words"),
+        ("o, <, >, r", "sort by a name, by the column beside, the other way round"),
+        ("b", "group by a setting"),
+        ("a", "show archived runs too, and those that ended before step 1"),
+        ("n, t", "write the note, the tags"),
+        ("z", "table and curves, curves alone, table alone"),
+    ],
+    "Curves": [
+        ("m, M", "the next metric, choose one"),
+        ("+, -, 0", "zoom in, out, all"),
+        ("[, ]", "earlier, later"),
+        ("l", "logarithmic axis, and back"),
+        ("s", "smooth more, not at all"),
+        ("x", "over steps, epochs, samples, time at work"),
+    ],
+    "One run": [
+        ("1 … 6, tab", "overview, curves, settings, time line, snapshots, logs"),
+        ("f", "in logs: which ranks"),
+        ("/, n, N", "in logs: search text or /expression/, next, the one before"),
+        ("G", "in logs: the end, and follow"),
+        ("escape", "back to the table"),
+    ],
+    "Anywhere": [("?", "this"), ("q", "quit, or back")],
+}
+
 
 class PlainInput(Input):
     """An input of one line without a frame. Its cursor does not blink: that would be sent twice a
@@ -33,7 +64,8 @@ class PlainInput(Input):
     """
 
     def __init__(self, value: str = "", placeholder: str = "") -> None:
-        super().__init__(value, placeholder, compact=True)
+        # What is there is added to: a note that is selected would be gone with the first key.
+        super().__init__(value, placeholder, compact=True, select_on_focus=False)
         self.cursor_blink = False
 
 
@@ -204,10 +236,6 @@ class HelpScreen(Screen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [("escape,q,question_mark,enter", "dismiss", "back")]
 
-    def __init__(self, sections: Mapping[str, Sequence[tuple[str, str]]]) -> None:
-        super().__init__()
-        self._sections = sections
-
     def compose(self) -> ComposeResult:
         title = OneLine()
         title.show("Keys  (escape: back)", "bold")
@@ -216,7 +244,7 @@ class HelpScreen(Screen[None]):
 
     def on_mount(self) -> None:
         lines: list[Text] = []
-        for name, keys in self._sections.items():
+        for name, keys in _KEYS.items():
             lines += [Text(), Text(name, BOLD)]
             for key, what in keys:
                 lines.append(Text.assemble("  ", (f"{key:<22}", "cyan"), what))

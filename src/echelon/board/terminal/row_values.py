@@ -204,7 +204,7 @@ def sort_rows(
 ) -> list[Row]:
     """Return rows in the order of `echelon runs --sort KEY`; of equal ones the newest first."""
     newest = sorted(rows, key=lambda row: (row.get("started") or 0.0, row["name"]), reverse=True)
-    if key not in ("when", "started", "age"):
+    if key not in ("when", "age"):
         newest.sort(key=lambda row: RowValues(row, defaults).get_sort_key(key))
     return newest[::-1] if is_reversed else newest
 
@@ -367,6 +367,7 @@ def format_age(seconds: float) -> str:
 
 
 def format_states(rows: Sequence[Row]) -> str:
-    """Return how many runs are in which state: ``3 running, 20 finished``."""
-    counts = Counter(row.get("state") for row in rows)
-    return ", ".join(f"{count} {state}" for state, count in counts.most_common())
+    """Return how many runs are in which state: ``20 finished, 3 running``."""
+    counts = Counter(str(row.get("state")) for row in rows)
+    ordered = sorted(counts.items(), key=lambda each: (-each[1], each[0]))
+    return ", ".join(f"{count} {state}" for state, count in ordered)

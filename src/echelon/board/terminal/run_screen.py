@@ -20,7 +20,7 @@ from echelon.board.run_page import read_details
 from echelon.board.terminal.curve_panel import CurvePanel, CurveScreen, CurveView, DrawnRun
 from echelon.board.terminal.lines import LinesWidget, OneLine, ScrolledLines, clean_ansi, clean_text
 from echelon.board.terminal.log_pane import LogPane
-from echelon.board.terminal.prompts import ChoiceScreen, PromptBar
+from echelon.board.terminal.prompts import ChoiceScreen, HelpScreen, PromptBar
 from echelon.board.terminal.row_values import format_steps, is_active, list_metrics
 from echelon.errors import EchelonError
 from echelon.jobs.logs import list_log_names
@@ -176,10 +176,7 @@ class RunScreen(CurveScreen):
             self._show_tabs()
 
     def action_help(self) -> None:
-        from echelon.board.terminal.prompts import HelpScreen
-        from echelon.board.terminal.runs_screen import HELP
-
-        self.app.push_screen(HelpScreen(HELP))
+        self.app.push_screen(HelpScreen())
 
     # --- logs ---
 

@@ -51,36 +51,6 @@ _COST_SHARE = 0.2
 _AGES_EVERY_S = 20.0
 _SELECTION_PAUSE_S = 0.1
 _KEYS = "? help  / filter  space draw  enter open  o sort  b group  m metric  q quit"
-HELP = {
-    "Table": [
-        ("up, down, j, k", "select a run; page up and down, g, G: far"),
-        ("left, right", "more columns"),
-        ("enter", "look at the run, or open and close a group"),
-        ("space", "draw the run, or all of a group; c: none"),
-        ("/", "filter: lr>=0.01 state=finished name=seed-*, or any words"),
-        ("o, <, >, r", "sort by a name, by the column beside, the other way round"),
-        ("b", "group by a setting"),
-        ("a", "show archived runs too, and those that ended before step 1"),
-        ("n, t", "write the note, the tags"),
-        ("z", "table and curves, curves alone, table alone"),
-    ],
-    "Curves": [
-        ("m, M", "the next metric, choose one"),
-        ("+, -, 0", "zoom in, out, all"),
-        ("[, ]", "earlier, later"),
-        ("l", "logarithmic axis, and back"),
-        ("s", "smooth more, not at all"),
-        ("x", "over steps, epochs, samples, time at work"),
-    ],
-    "One run": [
-        ("1 … 6, tab", "overview, curves, settings, time line, snapshots, logs"),
-        ("f", "in logs: which ranks"),
-        ("/, n, N", "in logs: search text or /expression/, next, the one before"),
-        ("G", "in logs: the end, and follow"),
-        ("escape", "back to the table"),
-    ],
-    "Anywhere": [("?", "this"), ("q", "quit, or back")],
-}
 
 
 class RunsScreen(CurveScreen):
@@ -464,7 +434,7 @@ class RunsScreen(CurveScreen):
         self.action_open()
 
     def action_help(self) -> None:
-        self.app.push_screen(HelpScreen(HELP))
+        self.app.push_screen(HelpScreen())
 
 
 def _is_left_out(row: Row) -> bool:

@@ -38,10 +38,12 @@ from echelon.launch.node.fork_server import (
     ForkServerGone,
     WorkerSpawnRequest,
 )
+from echelon.launch.node.hang_detection import HungRank, RankHeartbeats
 from echelon.launch.node.invitation import Invitation, write_invitation
-from echelon.launch.node.lifeline import HungRank, Lifeline, RankHeartbeats, SlotAssignment
+from echelon.launch.node.lifeline import Lifeline
 from echelon.launch.node.log_stamps import NodeLogs
 from echelon.launch.node.machine_judge import MachineJudge
+from echelon.launch.node.node_reports import SlotAssignment
 from echelon.launch.node.node_scaling import ScaleAnswer, ScaleLimits, scale_nodes
 from echelon.launch.node.rank_replacement import RankReplacement, ReplacementLimits, WorldStore
 from echelon.launch.node.rendezvous import FixedRendezvous, connect_to_leader, host_store
@@ -652,7 +654,10 @@ class NodeAgent(SimpleElasticAgent):
         """Return whether a rank with this exit code may be replaced: it was killed, or asked for
         it, or was a replacement itself, whose failure is no matter of the others."""
         is_gone = code < 0 or code == ExitCode.TRANSIENT or not self._is_member(local_rank)
-        return is_gone and not self._fork_server.is_gone and replacement.can_replace()
+        if not is_gone or self._fork_server.is_gone:
+            return False
+        replacement.wait_until_begun()
+        return replacement.can_replace()
 
     def _make_loss_failure(
         self, replacement: RankReplacement, local_rank: int, code: int

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from echelon.errors import ExitCode
-from echelon.launch.node.lifeline import RankLoss
 from echelon.launch.node.membership import Member, Membership
+from echelon.launch.node.node_reports import RankLoss
 from echelon.runs.failure import Failure
 
 

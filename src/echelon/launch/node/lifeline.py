@@ -20,14 +20,25 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import asdict, replace
+from typing import Any
 
-from echelon.errors import EchelonError, ExitCode
+from echelon.errors import EchelonError
+from echelon.launch.node.hang_detection import HungRank, RankHeartbeats, find_hung_rank
 from echelon.launch.node.lifeline_relay import FANOUT
 from echelon.launch.node.lifeline_sockets import LeaderConnection, NodeServer
 from echelon.launch.node.membership import Member, Membership
 from echelon.launch.node.message_channel import Message
+from echelon.launch.node.node_reports import (
+    HeartbeatReport,
+    LostNode,
+    Notice,
+    OwnReports,
+    RankLoss,
+    SlotAssignment,
+    make_loss_message,
+    make_node_lost_failure,
+)
 from echelon.runs.failure import Failure
 from echelon.world.rounds import Round
 
@@ -47,97 +58,6 @@ _ASK_INTERVAL_S = 1.0
 _KEPT_MEMBERSHIPS = 16
 _EVERY_ATTEMPT = -1
 """In place of an attempt: a lost node ends all of them, where nobody is left to restart with."""
-
-RankHeartbeats = list[dict[str, Any]]
-"""What an agent knows of its living ranks: rank, beats, step, begun, still (seconds without a
-beat), stopped."""
-
-_STARTING_BEATS = 6
-"""A rank with no more heartbeats than this is still starting, and the others may wait for it."""
-_STARTING_PATIENCE = 8
-"""So many times longer, but less than their collectives wait (parallel/process_group.py). It is not
-shorter for a small `launch.hang_s`: nothing tells a first step that is slow (CUDA and its libraries
-load, loader processes start) from one that hangs."""
-
-
-class HungRank(NamedTuple):
-    """The rank for which all others wait."""
-
-    rank: int
-    limit_s: float
-
-
-class RankLoss(NamedTuple):
-    """Ranks that are lost while the others could go on."""
-
-    slots: list[int]
-    failure: Failure
-
-
-class LostNode(NamedTuple):
-    """A node that is lost while the others go on."""
-
-    member: Member
-    failure: Failure
-
-
-class Notice(NamedTuple):
-    """A stop signal that reached one node."""
-
-    signal: str
-    since_s: float
-    """time.monotonic() of the leader."""
-
-
-class SlotAssignment(NamedTuple):
-    """The ranks of a lost node, which a spare takes over."""
-
-    attempt: int
-    place: int
-    """The number of the lost node."""
-    slots: tuple[int, ...]
-    world_size: int
-    """Of the first round; slots may be beyond it."""
-    first_incarnation: int
-    """Its replacements count from here, so that none is taken for one of the lost node."""
-
-
-class HeartbeatReport(NamedTuple):
-    """The heartbeats of one node together with the attempt that they belong to.
-
-    One value, because two threads exchange it: an attempt that begins between reading the number
-    and reading the heartbeats would give it those of the attempt before.
-    """
-
-    attempt: int
-    heartbeats: RankHeartbeats | None
-    """None: nothing is known of the ranks in this attempt."""
-
-
-@dataclass
-class _OwnState:
-    """What this node has reported, for a leader that has not heard it."""
-
-    done: dict[int, int] = field(default_factory=dict)
-    """Attempt → the exit code of this node's ranks."""
-    ending: set[int] = field(default_factory=set)
-    """Attempts in which a rank of this node has ended well."""
-    losses: list[tuple[int, RankLoss]] = field(default_factory=list)
-    """What no round takes into account yet."""
-    replacements: dict[int, dict[int, int]] = field(default_factory=dict)
-    machine_fault: str = ""
-    """What is wrong with this machine, if something is."""
-
-    def to_messages(self) -> list[Message]:
-        """Return the messages by which it was reported."""
-        replaced = [(a, s, i) for a, of in self.replacements.items() for s, i in of.items()]
-        return [
-            *(_make_loss_message(attempt, loss) for attempt, loss in self.losses),
-            *({"replacement": [slot, number], "attempt": a} for a, slot, number in replaced),
-            *({"ending": attempt} for attempt in self.ending),
-            *({"done": code, "attempt": attempt} for attempt, code in self.done.items()),
-            *([{"machine": self.machine_fault}] if self.machine_fault else []),
-        ]
 
 
 class Lifeline:
@@ -207,7 +127,7 @@ class Lifeline:
         """Attempt → node → exit code, on the leader."""
         self._ended: dict[int, int] = {}
         self._ending: set[int] = set()
-        self._state = _OwnState()
+        self._own_reports = OwnReports()
         self._machine_faults: dict[str, str] = {}
         """Host → what is wrong with it, on the leader."""
         self._assignment: SlotAssignment | None = None
@@ -296,7 +216,7 @@ class Lifeline:
             "member": asdict(self.own),
             "knows": [self.membership.epoch, self.membership.leader],
             "rounds": [[attempt, r.number] for attempt, r in self._rounds.items()],
-            "state": self._state.to_messages(),
+            "state": self._own_reports.to_messages(),
         }
 
     def _make_knowledge(self) -> Message:
@@ -370,12 +290,12 @@ class Lifeline:
         be the one that the others wait for, and another would be blamed.
         """
         if self._server is None:
-            return _find_hung_rank(self._report.heartbeats or [], hang_s)
+            return find_hung_rank(self._report.heartbeats or [], hang_s)
         if self.is_leader:
             reports = [self._get_heartbeats(n, attempt) for n in self._list_reporting_nodes()]
             if None in reports:
                 return None
-            stuck = _find_hung_rank([sign for report in reports for sign in report or ()], hang_s)
+            stuck = find_hung_rank([sign for report in reports for sign in report or ()], hang_s)
             if stuck is not None and self._hung_ranks.setdefault(attempt, stuck) is stuck:
                 self._send_to_all({"stuck": stuck, "attempt": attempt})
         return self._hung_ranks.get(attempt)
@@ -400,10 +320,10 @@ class Lifeline:
 
     def report_loss(self, attempt: int, loss: RankLoss) -> None:
         """Tell the leader that ranks are lost."""
-        self._state.losses.append((attempt, loss))
+        self._own_reports.losses.append((attempt, loss))
         for slot in loss.slots:
-            self._state.replacements.get(attempt, {}).pop(slot, None)
-        self._send_to_leader(_make_loss_message(attempt, loss))
+            self._own_reports.replacements.get(attempt, {}).pop(slot, None)
+        self._send_to_leader(make_loss_message(attempt, loss))
 
     def take_losses(self, attempt: int) -> list[RankLoss]:
         """Return what was reported since the last call, on the leader."""
@@ -412,7 +332,7 @@ class Lifeline:
 
     def report_replacement(self, attempt: int, slot: int, incarnation: int) -> None:
         """Tell the leader that a replacement of this rank was started, and which one it is."""
-        self._state.replacements.setdefault(attempt, {})[slot] = incarnation
+        self._own_reports.replacements.setdefault(attempt, {})[slot] = incarnation
         self._send_to_leader({"replacement": [slot, incarnation], "attempt": attempt})
 
     def get_replacements(self, attempt: int) -> dict[int, int]:
@@ -439,9 +359,9 @@ class Lifeline:
     def _take_round(self, attempt: int, round_: Round) -> None:
         self._hung_ranks.pop(attempt, None)
         self._rounds[attempt] = round_
-        self._state.losses = [
+        self._own_reports.losses = [
             (of, loss)
-            for of, loss in self._state.losses
+            for of, loss in self._own_reports.losses
             if of == attempt and set(loss.slots) & set(round_.slots)
         ]
 
@@ -570,7 +490,7 @@ class Lifeline:
 
     def report_machine_fault(self, fault: str) -> None:
         """Tell the leader what is wrong with this machine, for a person."""
-        self._state.machine_fault = fault
+        self._own_reports.machine_fault = fault
         self._send_to_leader({"machine": fault})
 
     def get_machine_faults(self) -> dict[str, str]:
@@ -593,7 +513,7 @@ class Lifeline:
 
     def report_done(self, attempt: int, code: int) -> None:
         """Tell the leader that all ranks of this node have ended well."""
-        self._state.done[attempt] = code
+        self._own_reports.done[attempt] = code
         self._send_to_leader({"done": code, "attempt": attempt})
 
     def find_end(self, attempt: int) -> int | None:
@@ -608,13 +528,13 @@ class Lifeline:
 
     def report_ending(self, attempt: int) -> None:
         """Tell all nodes that a rank has ended well. Ranks end together."""
-        if attempt not in self._state.ending:
-            self._state.ending.add(attempt)
+        if attempt not in self._own_reports.ending:
+            self._own_reports.ending.add(attempt)
             self._send_to_leader({"ending": attempt})
 
     def is_ending(self, attempt: int) -> bool:
         """Return whether a rank of any node has ended well."""
-        return attempt in self._ending or attempt in self._state.ending
+        return attempt in self._ending or attempt in self._own_reports.ending
 
     def announce_over(self, code: int) -> None:
         """On the leader: tell the spares that the run is over."""
@@ -1055,7 +975,7 @@ class Lifeline:
             connection.close()
         if self._server is not None:
             self._server.is_root = True
-        for message in self._state.to_messages():
+        for message in self._own_reports.to_messages():
             self._handle_from_node(self.own.node, message)
         for node, pledge in pledges.items():
             self._welcome(node, pledge)
@@ -1073,16 +993,6 @@ def _list_candidates(known: Membership) -> list[int]:
     return [m.node for m in sorted(candidates, key=lambda m: (bool(m.leaving), m.node))]
 
 
-def make_node_lost_failure(member: Member, how: str, heartbeats: RankHeartbeats) -> Failure:
-    """Return the failure of a world that lost a node."""
-    step = max((s["step"] for s in heartbeats if s["begun"]), default=None)
-    ranks = _format_rank_span(list(member.slots))
-    where = ", ".join([member.host, *([f"rank {ranks}"] if ranks else [])])
-    summary = f"node {member.node} ({where}) {how}: it is down, cut off, or its agent was killed"
-    rank = member.slots[0] if member.slots else 0
-    return Failure(rank, member.host, step, summary, "", int(ExitCode.NODE_LOST))
-
-
 def _explain_isolation(failure: Failure, before: Membership, count: int) -> Failure:
     """Return the failure of a node that must not go on, since others may."""
     have = f"{count} of {len(before.members)} nodes are no majority"
@@ -1095,31 +1005,6 @@ def _make_membership_message(newest: Membership, known: Membership | None) -> Me
     if known is None:
         return {"membership": newest.to_fields()}
     return {"change": newest.to_change(known)}
-
-
-def _make_loss_message(attempt: int, loss: RankLoss) -> Message:
-    return {"lost": loss.slots, "cause": asdict(loss.failure), "attempt": attempt}
-
-
-def _find_hung_rank(heartbeats: RankHeartbeats, hang_s: float) -> HungRank | None:
-    """Return the rank for which all others wait, if no rank has moved for `hang_s` seconds.
-
-    It is the one with the fewest heartbeats, or one that is halted. While a rank is starting, the
-    limit is longer; while any rank moves, the world is only slow.
-    """
-    if not hang_s or not any(s["begun"] for s in heartbeats):
-        return None
-    limit_s = hang_s
-    if any(s["beats"] <= _STARTING_BEATS for s in heartbeats):
-        limit_s *= _STARTING_PATIENCE if len(heartbeats) > 1 else math.inf
-    if any(s["still"] < limit_s for s in heartbeats):  # that rank is only slow
-        return None
-    return HungRank(min(heartbeats, key=lambda s: (not s["stopped"], s["beats"]))["rank"], limit_s)
-
-
-def _format_rank_span(ranks: list[int]) -> str:
-    """`3`, or `4–7`."""
-    return str(ranks[0]) if len(ranks) == 1 else f"{min(ranks)}–{max(ranks)}" if ranks else ""
 
 
 def _start_election_thread(target: Callable[[], object]) -> None:

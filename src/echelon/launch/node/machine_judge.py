@@ -18,7 +18,8 @@ from echelon.launch.node.bad_machines import (
     judge_machine,
     list_new_faults,
 )
-from echelon.launch.node.lifeline import Lifeline, RankLoss
+from echelon.launch.node.lifeline import Lifeline
+from echelon.launch.node.node_reports import RankLoss
 from echelon.runs.history import BadMachine, record_bad_machine
 from echelon.runs.run_folder import Run
 from echelon.world.rounds import SlowMachine

@@ -22,9 +22,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from echelon.errors import ExitCode
-from echelon.launch.node.lifeline import Lifeline, LostNode, RankLoss, SlotAssignment
+from echelon.launch.node.lifeline import Lifeline
 from echelon.launch.node.machine_judge import MachineJudge
 from echelon.launch.node.membership import Member
+from echelon.launch.node.node_reports import LostNode, RankLoss, SlotAssignment
 from echelon.launch.node.round_keeper import RoundKeeper
 from echelon.launch.node.round_recorder import RoundRecorder
 from echelon.runs.failure import SUPERSEDED_ROUND, Failure
@@ -45,6 +46,8 @@ _NOTICE_WINDOW_S = 3.0
 """Within so long a stop signal to the whole run has reached all of its nodes. Were it later, nodes
 would leave one by one, and the last ones would save and end."""
 _SLOW_INTERVAL_S = 1.0
+_BEGIN_WAIT_S = 10.0
+_POLL_S = 0.02
 _SHARED_KEYS = ("config",)
 """Of round 0: what a replacement compares itself with."""
 
@@ -133,6 +136,13 @@ class RankReplacement:
             self._is_first_formed = self._rounds.is_formed(self._first_round)
         is_open = self._is_first_formed and self.read_failure() is None
         return is_open and not self.have_all_ended()
+
+    def wait_until_begun(self) -> None:
+        """Wait, not for long, until all ranks train, where the first ones do: a rank may be lost in
+        its first step while others are about to begin it."""
+        deadline = time.monotonic() + _BEGIN_WAIT_S
+        while self._rounds.is_forming(self._first_round) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
     def have_all_ended(self) -> bool:
         """Return whether all ranks of the current round have made all steps."""
