@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable
+from pathlib import Path
 
 from board_server import RunningBoard
 from browser import Browser
@@ -14,18 +16,27 @@ PACED = (
     *("train", f"experiment={HERE / 'paced_training.py'}:train"),
     *("trainer.batch_size=8", "trainer.log_steps=1", "trainer.save.steps=20"),
 )
-LOSS = ".cv-panel[data-metric=loss]"
+LOSS, EVAL_LOSS = ".cv-panel[data-metric=loss]", ".cv-panel[data-metric=eval_loss]"
 SEARCH = "[data-search]"
-COUNT_COLOURED_PIXELS = """
-  const canvas = document.querySelector(arguments[0] + " canvas");
-  if (!canvas) return 0;
-  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-  let count = 0;
-  for (let i = 0; i < data.length; i += 4) {
-    const [r, g, b] = data.subarray(i, i + 3);
-    if (data[i + 3] && Math.max(r, g, b) - Math.min(r, g, b) > 50) count += 1;
-  }
-  return count;"""
+
+
+def count_pixels(browser: Browser, css: str, least_colour: int = 50) -> int:
+    """How many pixels of a canvas are drawn in a colour; 0: in any, grey too."""
+    count: int = browser.run(
+        """
+        const canvas = document.querySelector(arguments[0]);
+        if (!canvas || !canvas.width) return 0;
+        const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        let count = 0;
+        for (let i = 0; i < data.length; i += 4) {
+          const [r, g, b] = data.subarray(i, i + 3);
+          const colour = Math.max(r, g, b) - Math.min(r, g, b);
+          if (data[i + 3] && colour >= arguments[1]) count += 1;
+        }
+        return count;""",
+        *(css, least_colour),
+    )
+    return count
 
 
 def list_rows(browser: Browser) -> list[str]:
@@ -73,3 +84,28 @@ def read_last_points(browser: Browser, metric: str = "loss") -> dict[str, str]:
         f".cv-panel[data-metric={metric}] table",
     )
     return {name: step for name, _, step in rows}
+
+
+def read_zoom(browser: Browser) -> tuple[float, float] | None:
+    """The part of the horizontal axis that the address names."""
+    if "zoom=" not in browser.url:
+        return None
+    low, high = browser.url.partition("zoom=")[2].split("&")[0].split("_")
+    return float(low), float(high)
+
+
+def save_chart(browser: Browser, folder: Path, metric: str, kind: str) -> Path:
+    """Save a chart by its menu, as `PNG`, `SVG` or `CSV`. Returns the file."""
+    file = folder / f"{metric}.{kind.lower()}"
+    file.unlink(missing_ok=True)
+    panel = f".cv-panel[data-metric={metric}]"
+    browser.click(f"{panel} .cv-menu summary")
+    browser.click(f"{panel} [role=menuitem]", kind)
+    browser.wait(f"{file}", file.exists)
+    return file
+
+
+def read_points(browser: Browser, folder: Path, metric: str) -> list[dict[str, str]]:
+    """The points of a chart that are on the screen, by its CSV."""
+    text = save_chart(browser, folder, metric, "CSV").read_text()
+    return list(csv.DictReader(text.splitlines()))

@@ -89,16 +89,18 @@ class Browser:
         """Keep what went wrong in all pages, and close them: what happens to their servers from
         here on is no fault of theirs."""
         self.errors += self.read_errors()
+        origins = set()
         for window in self.driver.window_handles:
             self.driver.switch_to.window(window)
-            origin = str(self.run("return location.origin"))
-            if origin.startswith("http"):
-                self.command("Storage.clearDataForOrigin", origin=origin, storageTypes="all")
+            origins.add(str(self.run("return location.origin")))
             if window == self.home:
                 self.driver.get("about:blank")
             else:
                 self.driver.close()
         self.driver.switch_to.window(self.home)
+        for origin in origins:  # once no page is left that would ask without its cookie
+            if origin.startswith("http"):
+                self.command("Storage.clearDataForOrigin", origin=origin, storageTypes="all")
 
     def reset(self) -> None:
         """Be as a new browser: one empty page, no cookies, no errors, light, at a desk."""
@@ -252,19 +254,44 @@ class Browser:
 
         Select(self.wait_for(css)).select_by_value(value)
 
-    def drag(self, css: str, from_share: float, to_share: float) -> None:
-        """Drag over an element, between two parts of its width."""
+    def slide(self, css: str, value: float) -> None:
+        """Move a slider."""
+        script = "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('input'))"
+        self.run(script, self.wait_for(css), value)
+
+    def drag(
+        self, css: str, start: tuple[float, float], end: tuple[float, float], key: str = ""
+    ) -> None:
+        """Drag over an element, between two places in shares of its width and height, with a key
+        held down."""
         from selenium.webdriver.common.action_chains import ActionChains
 
         element = self.wait_for(css)
         self.run("arguments[0].scrollIntoView({block: 'center'})", element)
-        width = element.size["width"]
-        start, end = (round((share - 0.5) * width) for share in (from_share, to_share))
-        actions = ActionChains(self.driver, duration=20).move_to_element_with_offset(
-            element, start, 0
-        )
-        actions.click_and_hold().move_by_offset((end - start) // 2, 0)
-        actions.move_by_offset((end - start) - (end - start) // 2, 0).release().perform()
+        size = element.size["width"], element.size["height"]
+        places = [
+            [round((share - 0.5) * all_of_it) for share, all_of_it in zip(place, size, strict=True)]
+            for place in (start, end)
+        ]
+        (left, top), (right, bottom) = places
+        half = (right - left) // 2, (bottom - top) // 2
+        actions = ActionChains(self.driver, duration=20)
+        if key:
+            actions.key_down(key)
+        actions.move_to_element_with_offset(element, left, top).click_and_hold()
+        actions.move_by_offset(*half)
+        actions.move_by_offset(right - left - half[0], bottom - top - half[1]).release()
+        if key:
+            actions.key_up(key)
+        actions.perform()
+
+    def turn_wheel(self, css: str, pixels: int) -> None:
+        """Turn the wheel over the middle of an element: down, or up where it is negative."""
+        from selenium.webdriver.common.action_chains import ActionChains
+        from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
+
+        origin = ScrollOrigin.from_element(self.wait_for(css))
+        ActionChains(self.driver, duration=0).scroll_from_origin(origin, 0, pixels).perform()
 
     def double_click(self, css: str) -> None:
         from selenium.webdriver.common.action_chains import ActionChains

@@ -62,6 +62,14 @@ def trained(_trained: Path, root: Path) -> Path:
 
 
 @pytest.fixture
+def saved(browser: Browser, tmp_path: Path) -> Path:
+    """Where files go that a page saves."""
+    folder = tmp_path / "saved"
+    browser.command("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
+    return folder
+
+
+@pytest.fixture
 def open_board(browser: Browser, tmp_path: Path) -> Iterator[OpenBoard]:
     """Start a board on a folder, and open a view of it in the browser."""
     with ExitStack() as stack:

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import json
-import shutil
-import signal
-from functools import partial
 from pathlib import Path
 
 import pytest
 from board_pages import (
-    COUNT_COLOURED_PIXELS,
     LOSS,
-    PACED,
     SEARCH,
     OpenBoard,
+    count_pixels,
     list_rows,
     read_cell,
     read_last_points,
     wait_for_count,
     wait_for_rows,
 )
-from board_runs import RunTemplate, write_run, write_runs
-from board_server import run_board
+from board_runs import RunTemplate, write_runs
 from browser import Browser
-from command_runner import ECHELON, free_port
-from worlds import started_forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
 
@@ -41,68 +34,9 @@ def test_the_table_and_the_curves_appear(
     assert read_cell(browser, "toy-00059", "Step") == "20"
     shown = {name: "20" for name in names[-10:]}
     browser.wait("ten curves", lambda: read_last_points(browser) == shown)
-    assert browser.run(COUNT_COLOURED_PIXELS, LOSS) > 500
+    assert count_pixels(browser, f"{LOSS} canvas") > 500
     assert browser.find(".live", "live")
     assert len(browser.list_texts(".cv-key")) == 10
-
-
-def test_a_real_training_is_followed(
-    browser: Browser, open_board: OpenBoard, root: Path, tmp_path: Path
-) -> None:
-    open_board(root)
-    browser.wait_for("h2", "No runs yet")
-    pace = tmp_path / "pace"
-    pace.write_text("3")
-    words = [*ECHELON, *PACED, "run.name=live", "trainer.steps=20"]
-    with started_forked(words, tmp_path, ECHELON_TEST_PACE=str(pace)) as training:
-        browser.wait("step 3", lambda: "3/20" in read_cell(browser, "live", "Step"))
-        assert read_cell(browser, "live", "State") == "running"
-        browser.wait("its points", lambda: read_last_points(browser).get("live") == "3")
-        pace.write_text("7")
-        browser.wait("step 7", lambda: "7/20" in read_cell(browser, "live", "Step"))
-        browser.wait("its points", lambda: read_last_points(browser).get("live") == "7")
-        pace.write_text("20")
-        browser.wait("its end", lambda: read_cell(browser, "live", "State") == "finished")
-        browser.wait("its points", lambda: read_last_points(browser).get("live") == "20")
-        assert training.wait().code == 0
-
-
-def test_curves_are_zoomed_by_dragging(
-    browser: Browser, open_board: OpenBoard, root: Path, template: RunTemplate
-) -> None:
-    write_runs(root, template, 12, points=200)
-    open_board(root)
-    browser.wait("curves", lambda: len(read_last_points(browser)) == 10)
-    browser.drag(f"{LOSS} .u-over", 0.4, 0.6)
-    browser.wait("the zoom", lambda: "zoom=" in browser.url)
-    low, high = (float(part) for part in browser.url.partition("zoom=")[2].split("&")[0].split("_"))
-    assert 60 < low < 90
-    assert 110 < high < 140
-    browser.double_click(f"{LOSS} .u-over")
-    browser.wait("all of it", lambda: "zoom=" not in browser.url)
-    browser.drag(".cv-panel[data-metric=eval_loss] .u-over", 0.2, 0.5)
-    browser.wait("the zoom", lambda: "zoom=" in browser.url)
-    browser.click("button[aria-label='Reset zoom']")
-    browser.wait("all of it", lambda: "zoom=" not in browser.url)
-
-
-def test_what_curves_are_drawn_over(
-    browser: Browser, open_board: OpenBoard, root: Path, template: RunTemplate
-) -> None:
-    write_runs(root, template, 3)
-    open_board(root)
-    for axis, last in [("samples", "640"), ("epoch", "1"), ("time", "20s"), ("step", "20")]:
-        browser.choose("select[aria-label='Horizontal axis']", axis)
-        browser.wait(axis, partial(have_points_at, browser, last))
-    browser.click("[aria-label='Logarithmic vertical axes']")
-    browser.click("[aria-label='Logarithmic horizontal axis']")
-    browser.wait("log axes", lambda: "logx=1" in browser.url and "logy=1" in browser.url)
-    script = "arguments[0].value = 0.8; arguments[0].dispatchEvent(new Event('input'))"
-    browser.run(script, browser.wait_for("[aria-label=Smoothing]"))
-    browser.wait("smoothing", lambda: "smooth=0.8" in browser.url)
-    browser.open(browser.url)
-    browser.wait("curves", lambda: len(read_last_points(browser)) == 3)
-    assert browser.run("return document.querySelector('[aria-label=Smoothing]').value") == "0.8"
 
 
 def test_filters_and_words(
@@ -146,25 +80,6 @@ def test_the_order_of_rows(
     browser.wait("as before", lambda: list_rows(browser)[0] == names[-1])
     browser.driver.forward()
     browser.wait("and again", lambda: list_rows(browser)[0] == best)
-
-
-def test_groups_have_bands(
-    browser: Browser, open_board: OpenBoard, root: Path, template: RunTemplate
-) -> None:
-    write_runs(root, template, 60)
-    open_board(root)
-    wait_for_count(browser, "60 runs")
-    browser.click(".rt-bar button", "Group")
-    browser.click("[role=menuitemcheckbox]", "All settings but the seed")
-    browser.wait_for(".rt-foot", "in 12 groups")
-    browser.wait("bands", lambda: len(read_last_points(browser)) >= 10)
-    assert "hidden=256 lr=0.01 (5)" in read_last_points(browser)
-    with_bands = browser.run(COUNT_COLOURED_PIXELS, LOSS)
-    browser.choose("select[aria-label='Band of a group']", "std")
-    browser.choose("select[aria-label='Band of a group']", "none")
-    browser.wait("no bands", lambda: browser.run(COUNT_COLOURED_PIXELS, LOSS) != with_bands)
-    browser.click(".rt-row", "hidden=256 lr=0.01")
-    browser.wait("its runs", lambda: "toy-00059" in list_rows(browser)[:6])
 
 
 def test_notes_and_tags_are_kept_in_the_run(
@@ -258,68 +173,6 @@ def test_ten_thousand_runs(
     wait_for_count(browser, "10 of 10,000 runs")
 
 
-def test_runs_come_and_go(
-    browser: Browser, open_board: OpenBoard, root: Path, template: RunTemplate
-) -> None:
-    write_runs(root, template, 3)
-    open_board(root, view="page=run&run=0:toy-00001")
-    browser.allow("status of 404")
-    browser.wait_for(".rp-name", "toy-00001")
-    browser.wait_for(".rp-cards", "Results")
-    shutil.rmtree(root / "toy-00001")
-    browser.wait_for(".rp-problem", "not there any more")
-    assert browser.find(".rp-cards", "Results"), "what was known of it stays"
-    browser.click("button[aria-label='Back to all runs']")
-    wait_for_count(browser, "2 runs")
-    write_run(root, "newer", template, began=1_800_000_000.0)
-    wait_for_rows(browser, "newer")
-    shutil.rmtree(root / "newer")
-    wait_for_count(browser, "2 runs")
-    browser.wait("its curve", lambda: set(read_last_points(browser)) == {"toy-00000", "toy-00002"})
-
-
-def test_a_server_that_is_killed_and_started_again(
-    browser: Browser, root: Path, template: RunTemplate, tmp_path: Path
-) -> None:
-    browser.allow("ERR_CONNECTION_REFUSED|ERR_INCOMPLETE_CHUNKED|ERR_CONNECTION_RESET|ERR_EMPTY")
-    write_runs(root, template, 3)
-    words = [str(root), "--port", str(free_port())]
-    with run_board(*words, cache=tmp_path / "cache") as board:
-        browser.open(board.url)
-        wait_for_count(browser, "3 runs")
-        board.stop(signal.SIGKILL)
-    browser.wait_for("#banner", "does not answer")
-    write_run(root, "meanwhile", template, began=1_800_000_000.0)
-    with run_board(*words, cache=tmp_path / "cache"):
-        wait_for_rows(browser, "meanwhile")
-        browser.wait_until_gone("#banner")
-        browser.wait_for(".live", "live")
-        browser.click(".rt-scroll")
-        browser.press("t")
-        browser.type("[aria-label='New tag']", "again\n")
-        browser.click("button.primary", "Save")
-        browser.wait_for(".rt-row", "again")
-        browser.leave_pages()
-
-
-def test_two_pages_at_once(
-    browser: Browser, open_board: OpenBoard, root: Path, template: RunTemplate
-) -> None:
-    write_runs(root, template, 3)
-    board = open_board(root)
-    wait_for_count(browser, "3 runs")
-    other = browser.open_window(f"{board.url}&page=run&run=0:toy-00001")
-    browser.type("[aria-label='Add a tag']", "seen\n")
-    browser.wait_for(".rp-tag", "seen")
-    browser.switch_to(browser.home)
-    browser.wait_for(".rt-row", "seen")
-    write_run(root, "newer", template, began=1_800_000_000.0)
-    wait_for_rows(browser, "newer")
-    browser.switch_to(other)
-    browser.click("nav a", "Runs")
-    wait_for_rows(browser, "newer")
-
-
 def test_the_token_is_asked_for(
     browser: Browser, open_board: OpenBoard, root: Path, template: RunTemplate
 ) -> None:
@@ -333,58 +186,3 @@ def test_the_token_is_asked_for(
     browser.wait_for("input[name=token]")
     browser.type("input[name=token]", board.token, "\n")
     wait_for_count(browser, "1 run")
-
-
-def test_other_charts(
-    browser: Browser, open_board: OpenBoard, root: Path, template: RunTemplate, trained: Path
-) -> None:
-    write_runs(root, template, 24)
-    open_board(root)
-    browser.click("[role=tab]", "Scatter")
-    browser.wait_for("section[aria-label=Scatter] .cv-notes", "25 runs")
-    browser.click("[role=tab]", "Bars")
-    browser.wait("bars", lambda: len(browser.list_texts(".sc-bars tr")) == 25)
-    browser.click("[role=tab]", "Parallel")
-    browser.wait_for("section[aria-label='Parallel coordinates'] canvas")
-    browser.wait("lines", lambda: browser.run(COUNT_COLOURED_PIXELS, ".pc-body") > 500)
-    browser.click("[role=tab]", "Media")
-    for name in ("sample", "weights", "prompt"):
-        browser.wait_for(f"section[aria-label={name}]")
-    picture = "document.querySelector('section[aria-label=sample] img')?.naturalWidth > 0"
-    browser.wait_until_true(picture)
-    browser.wait_for("section[aria-label=prompt]", "a sentence at step 40")
-    script = "arguments[0].value = 1; arguments[0].dispatchEvent(new Event('input'))"
-    browser.run(script, browser.wait_for("[aria-label='Step of prompt']"))
-    browser.wait_for("section[aria-label=prompt]", "a sentence at step 20")
-    browser.click("button[aria-label='Close the charts']")
-    browser.wait_until_gone(".panel-pane")
-
-
-def test_curves_are_saved_as_files(
-    browser: Browser, open_board: OpenBoard, root: Path, template: RunTemplate, tmp_path: Path
-) -> None:
-    write_runs(root, template, 3)
-    saved = tmp_path / "saved"
-    browser.command("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(saved))
-    open_board(root)
-    browser.wait("curves", lambda: len(read_last_points(browser)) == 3)
-    begins = {"png": b"\x89PNG", "svg": b"<svg", "csv": b""}
-    for kind, text in [("png", "PNG"), ("svg", "SVG"), ("csv", "CSV")]:
-        browser.click(f"{LOSS} .cv-menu summary")
-        browser.click(f"{LOSS} [role=menuitem]", text)
-        browser.wait(kind, partial(list_files, saved, kind))
-        [file] = saved.glob(f"*.{kind}")
-        assert begins[kind] in file.read_bytes()[:200]
-    [csv] = saved.glob("*.csv")
-    assert len(csv.read_text().splitlines()) > 20
-    browser.click("a.cv-button", "HTML")
-    browser.wait("the page", lambda: list(saved.glob("*.html")))
-    assert "toy-00002" in next(saved.glob("*.html")).read_text()
-
-
-def have_points_at(browser: Browser, last: str) -> bool:
-    return set(read_last_points(browser).values()) == {last}
-
-
-def list_files(folder: Path, kind: str) -> list[Path]:
-    return list(folder.glob(f"*.{kind}"))

@@ -565,7 +565,7 @@ class CurvesView {
     }
     this.nearest = marked;
     if (this.kept && !this.series.some((one) => one.id === this.kept)) this.kept = null;
-    this.marked = marked = marked || this.kept || null;
+    this.marked = marked = marked || this.pointed || this.kept || null;
     for (const panel of this.visiblePanels) {
       panel.chart.setCursor(hovered ? hovered.at.x : null);
       panel.chart.setMarked(marked);
@@ -575,12 +575,10 @@ class CurvesView {
     this.showTip(near);
   }
 
-  mark(hovered) {
-    const id = hovered || this.kept || null;
-    for (const panel of this.visiblePanels) {
-      panel.chart.setMarked(id);
-      panel.showReading(null, id);
-    }
+  /** Mark the line of a name in the legend; null: of none. */
+  mark(pointed) {
+    this.pointed = pointed;
+    this.scheduleHover();
   }
 
   formatX(value) {

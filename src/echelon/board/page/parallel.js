@@ -108,7 +108,7 @@ class ParallelView {
     this.colour = makeChooser("Colour", (value) => set({ pcolour: value || null }));
     this.adder = makeChooser("Add an axis", (value) => value && set({ axes: [...new Set([...this.names, value])].slice(0, MAX_AXES).join(",") }));
     this.clear = h("button", { type: "button", class: "cv-button cv-reset", onclick: () => this.clearBrushes() }, "Clear ranges");
-    this.keep = h("button", { type: "button", class: "cv-button", onclick: () => this.filterByBrushes() }, "Filter the table by this");
+    this.keep = h("button", { type: "button", class: "cv-button cv-reset", onclick: () => this.filterByBrushes() }, "Filter the table by this");
     this.usual = h("button", { type: "button", class: "cv-button", onclick: () => set({ axes: null }) }, "Usual axes");
     this.legend = h("div", { class: "sc-legend" });
     this.canvas = h("canvas", { class: "pc-canvas", "aria-hidden": "true" });
@@ -277,7 +277,8 @@ class ParallelView {
       head.style.width = `${Math.max(64, Math.min(150, gap - 6))}px`;
     }
     this.drawTop();
-    this.clear.hidden = this.keep.hidden = !this.brushes.size;
+    // Not hidden: the chart would move under the pointer that marks a range.
+    this.clear.disabled = this.keep.disabled = !this.brushes.size;
   }
 
   prepare(canvas) {

@@ -235,7 +235,7 @@ class ScatterView {
     const y = this.zoomY || spread(points.map((point) => point.y), logY);
     chart.setSize(this.body.clientWidth, this.body.clientHeight);
     chart.setRanges(x, y);
-    this.reset.hidden = !this.zoomX && !this.zoomY;
+    this.reset.disabled = !this.zoomX && !this.zoomY;
   }
 
   zoom(x, y) {
