@@ -194,6 +194,15 @@ def start_board(page: BenchmarkPage, root: Path, runs: int) -> Start:
 
 
 def start_peer(page: BenchmarkPage, filled: FilledPeer) -> Start:
+    """Start a peer, twice if need be: a network interface that comes or goes on the machine has
+    Chromium drop what it loads, and not every page asks again."""
+    try:
+        return start_peer_once(page, filled)
+    except TimeoutError:
+        return start_peer_once(page, filled)
+
+
+def start_peer_once(page: BenchmarkPage, filled: FilledPeer) -> Start:
     page.leave()
     with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
         begun = time.time()

@@ -43,8 +43,8 @@ _ROUTE_MODULES = (
     *("curves.curve_queries", "curves.media", "run_page", "log_lines"),
     *("machines", "sweep_pages", "actions", "foreign.foreign_runs", "plot_file"),
 )
-"""Of this package, each with ROUTES. They are imported when a route is asked for that is not known
-yet."""
+"""Of this package, each with ROUTES. They are imported when a page has its table, or before that
+when a route is asked for that is not known yet."""
 _OTHER_SITES = ("cross-site", "same-site")
 """As browsers say where a request is from; other ports of this machine are the same site."""
 _MAX_CONNECTIONS = 256
@@ -328,9 +328,13 @@ class BoardServer:
         handler, values = self.routes.find(method, message.path)
         given = {**headers, "x-board-token": self.token}
         path = unquote(message.path)
-        return handler(
+        response = handler(
             Request(message.method, path, self.board, values, query, given, message.body)
         )
+        if isinstance(response, StreamResponse):
+            # A page that listens has drawn its rows. What it asks for next is imported meanwhile.
+            threading.Thread(target=self.routes.import_modules, daemon=True).start()
+        return response
 
     # --- the gate ---
 
