@@ -162,6 +162,24 @@ export async function getCurves(params, options) {
   return { ...header, curves, building: header.building || [], faults: header.faults || [] };
 }
 
+let hasLost = false;
+
+/** Return a module of the page that is not needed at first. */
+export async function importPart(path) {
+  try {
+    return await import(path);
+  } catch (error) {
+    console.error(error);
+    hasLost = true;
+    throw new ApiError("A part of the page did not arrive", "it is loaded with the page, once the server answers");
+  }
+}
+
+/** Return whether a module did not arrive. A browser does not ask for it again before the page is loaded anew. */
+export function hasLostPart() {
+  return hasLost;
+}
+
 const FIRST_WAIT_MS = 400;
 const LONGEST_WAIT_MS = 4000;
 const HIDDEN_WAIT_MS = 20000;

@@ -1,6 +1,6 @@
 // The page: head, banner, and which part is shown by the view.
 
-import { getHello, getJson, onReachable, subscribe } from "./api.js";
+import { ApiError, getHello, getJson, hasLostPart, importPart, onReachable, subscribe } from "./api.js";
 import { closePopover, showError, showKeys } from "./dialogs.js";
 import { h, icon } from "./dom.js";
 import { isActive } from "./filters.js";
@@ -32,18 +32,13 @@ class Slot {
     this.clear();
     this.name = name;
     try {
-      const module = await import(path);
+      const module = await importPart(path);
       if (this.name !== name) return;
       this.mounted = module[exported](this.element, store);
     } catch (error) {
-      console.error(error);
-      if (this.name === name) this.element.replaceChildren(explainFailure(error, () => this.retry(path, exported)));
+      if (!(error instanceof ApiError)) console.error(error);
+      if (this.name === name) this.element.replaceChildren(explainFailure(error));
     }
-  }
-
-  retry() {
-    this.name = null;
-    showView();
   }
 
   clear() {
@@ -58,13 +53,13 @@ class Slot {
   }
 }
 
-function explainFailure(error, retry) {
+function explainFailure(error) {
   return h(
     "div",
     { class: "empty" },
     h("h2", {}, "This part of the page could not be loaded"),
-    h("p", {}, String(error.message || error)),
-    h("button", { onclick: retry }, "Try again"),
+    h("p", {}, [error.message || String(error), error.hint].filter(Boolean).join(": ")),
+    h("button", { onclick: () => location.reload() }, "Load the page again"),
   );
 }
 
@@ -309,6 +304,7 @@ function showBanner(text) {
 }
 
 function setLive(state) {
+  const wasLost = isLost;
   isLost = state === "lost";
   status.dataset.state = isUnknown ? "lost" : state;
   status.lastChild.textContent = { live: "live", lost: "offline", connecting: "connecting" }[state];
@@ -316,6 +312,7 @@ function setLive(state) {
   if (state === "live") {
     isUnknown = false;
     showBanner("");
+    if (wasLost && hasLostPart() && !isTyping(document.activeElement)) location.reload();
     return;
   }
   if (isLost) checkServer();
@@ -409,6 +406,12 @@ onReachable((isReachable) => {
   if (!isReachable || !isLost || !live || Date.now() - lastRetry < 1500) return;
   lastRetry = Date.now();
   live.retry();
+});
+
+window.addEventListener("unhandledrejection", (event) => {
+  if (!(event.reason instanceof ApiError)) return;
+  event.preventDefault();
+  showError(event.reason);
 });
 
 // --- keys of the page ---

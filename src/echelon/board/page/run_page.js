@@ -2,7 +2,7 @@
 // traces and the plan. What a run says of itself is text, however long and whatever is in it.
 
 import { stripAnsi } from "./ansi.js";
-import { getJson, getRunPath, postJson } from "./api.js";
+import { getJson, getRunPath, importPart, postJson } from "./api.js";
 import { formatAge, formatDuration, formatNumber, formatTime, h, icon } from "./dom.js";
 import { drawOverview, drawSnapshots, drawTraces, showPlan } from "./run_overview.js";
 import { OWN_KEYS, cleanText, limitToRows, longText, renderError, stateBadge } from "./run_parts.js";
@@ -121,7 +121,7 @@ export function mount(element, store) {
   async function renderActs(row) {
     acts.replaceChildren();
     if (!store.meta?.can_act || (row.source && row.source !== "echelon")) return;
-    const { getActions, openAction } = await import("./act.js");
+    const { getActions, openAction } = await importPart("./act.js");
     if (isGone || getRow()?.state !== row.state) return;
     acts.replaceChildren(...getActions(row).map(({ action, label, hint }) =>
       h("button", { class: `rp-button rp-act-${action}`, type: "button", title: hint, onclick: () => openAction(store, action, [id], { details }) }, label)));
@@ -285,16 +285,16 @@ export function mount(element, store) {
   async function makeTab(tab, place) {
     const oneRun = limitToRows(store, () => [getRow()].filter(Boolean));
     if (tab === "curves" || tab === "media") {
-      const module = await import(tab === "curves" ? "./curves.js" : "./media.js");
+      const module = await importPart(tab === "curves" ? "./curves.js" : "./media.js");
       const made = module.mount(place, oneRun);
       return { update: (kind) => made.update?.(kind), unmount: () => made.unmount?.() };
     }
     if (tab === "logs") {
-      const { mountLogs } = await import("./log_view.js");
+      const { mountLogs } = await importPart("./log_view.js");
       return mountLogs(place, store, id);
     }
     if (tab === "timeline") {
-      const { mountTimeline } = await import("./timeline.js");
+      const { mountTimeline } = await importPart("./timeline.js");
       const made = mountTimeline(place);
       return { onDetails: () => details && made.setDetails(details, getRow()), unmount: made.unmount };
     }

@@ -1,5 +1,6 @@
 // The table of runs: only the rows in sight are in the document.
 
+import { importPart } from "./api.js";
 import { closePopover, openPopover } from "./dialogs.js";
 import { h, icon } from "./dom.js";
 import { GroupRowView, RunRowView } from "./row_views.js";
@@ -601,7 +602,7 @@ class RunsTable {
 
   /** Edit the tags and the note of a run. What was typed is kept until it is saved or discarded. */
   async editAnnotations(row, what, anchor = this.getActiveElement()) {
-    const { AnnotationForm } = await import("./annotation_form.js");
+    const { AnnotationForm } = await importPart("./annotation_form.js");
     const id = row.id;
     const draft = this.drafts.get(id) || { tags: [...(row.tags || [])], note: row.note || "", typed: "" };
     this.drafts.set(id, draft);

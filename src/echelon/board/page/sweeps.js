@@ -1,6 +1,6 @@
 // Sweeps: their list, and one of them: the best so far, all trials, which parameters matter, what runs where.
 
-import { getJson } from "./api.js";
+import { getJson, importPart } from "./api.js";
 import { formatAge, formatDuration, formatNumber, formatSetting, h, icon } from "./dom.js";
 import { card, cleanText, cutName, isKnown, limitToRows, longText, renderError, showRun, stateBadge } from "./run_parts.js";
 
@@ -214,7 +214,7 @@ function mountSweep(place, store, id) {
     }
     drawn = {};
     try {
-      const module = await import("./parallel.js");
+      const module = await importPart("./parallel.js");
       if (drawn) drawn = module.mount(parallelPlace, limitToRows(store, listRows), { sweep });
     } catch (error) {
       parallelPlace.replaceChildren(renderError(error));

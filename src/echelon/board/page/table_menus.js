@@ -1,6 +1,6 @@
 // The menus of the table: of a run, columns, groups, folders, saved views.
 
-import { getJson } from "./api.js";
+import { getJson, importPart } from "./api.js";
 import { copyText, openMenu, openPopover, showError } from "./dialogs.js";
 import { h } from "./dom.js";
 import { findDifferingSettings, isSeed } from "./filters.js";
@@ -37,7 +37,7 @@ export class TableMenus {
   /** Return what can be done with a run where the board may act. */
   async listActions(row) {
     if (!this.store.meta.can_act || (row.source || "echelon") !== "echelon") return [];
-    const { getActions, openAction } = await import("./act.js");
+    const { getActions, openAction } = await importPart("./act.js");
     const items = getActions(row).map(({ action, label }) => ({
       label,
       icon: action === "stop" || action === "cancel" ? "stop" : "play",
@@ -132,7 +132,7 @@ export class TableMenus {
 
   async openViews(anchor) {
     let views;
-    const { ViewsForm } = await import("./views_form.js");
+    const { ViewsForm } = await importPart("./views_form.js");
     try {
       ({ views } = await getJson("/api/views"));
     } catch (error) {
