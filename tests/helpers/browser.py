@@ -206,6 +206,13 @@ class Browser:
             return f"{self.url}\n{self.run('return document.body.innerText')[:3000]}"
         return "there is no page"
 
+    def read_clipboard(self) -> str:
+        """What was copied in the page last."""
+        origin = str(self.run("return location.origin"))
+        granted = ["clipboardReadWrite", "clipboardSanitizedWrite"]
+        self.command("Browser.grantPermissions", origin=origin, permissions=granted)
+        return str(self.run("return navigator.clipboard.readText()"))
+
     # --- acting ---
 
     def hover(self, css: str, text: str = "") -> None:
