@@ -73,4 +73,5 @@ $(BENCH): $(READY)
 	scripts/setup.sh bench
 	# They ask for a torchvision, which torch's CPU build has none of, and for older numpy and xxhash.
 	$(PY) -m pip install --disable-pip-version-check --quiet --no-deps --constraint constraints.txt litdata mosaicml-streaming
+	scripts/setup_board_peers.sh
 	@touch $@

@@ -58,6 +58,7 @@ TITLES = {
     "submitting": "From typing to a job in the queue",
     "sweeping": "What a sweep costs, and what early stopping saves",
     "large_runs": "Looking at what has become large",
+    "board": "The board in a browser",
     "gpus": "One look at 8 GPUs with 100 processes",
     "gpu": "On one NVIDIA GPU",
     "gpu_own_steps": "A step of one's own on one NVIDIA GPU",

@@ -49,7 +49,7 @@ def wait_for_text(command_line: CommandLine, text: str, count: int = 1) -> None:
     def is_said() -> bool:
         return sum(n.read_output().count(text) for n in command_line.started) >= count
 
-    until(is_said, START_S, f"{text!r}; {command_line.recent_output()}")
+    until(is_said, START_S, repr(text), command_line.describe)
 
 
 def read_bad_machines(command_line: CommandLine) -> list[dict[str, Any]]:

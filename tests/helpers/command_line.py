@@ -24,7 +24,7 @@ from echelon.runs.run_folder import Run
 ECHELON = (sys.executable, "-m", "echelon")
 FAULTY = f"experiment={command_runner.HERE / 'faulty_experiment.py'}:experiment"
 REGRESSION = f"experiment={command_runner.HERE / 'toy_experiments.py'}:regression"
-START_S = 300.0
+START_S = 600.0
 """From typing to the first steps, on a machine with too few cores."""
 GONE_S = 60.0
 """The same, from an end to the end of the last process."""
@@ -104,7 +104,7 @@ class CommandLine:
         return max((line["step"] for line in lines if "loss" in line), default=0)
 
     def wait_for_step(self, step: int, name: str = "a", limit_s: float = START_S) -> None:
-        until(lambda: self.step(name) >= step, limit_s, f"step {step}; {self.recent_output()}")
+        until(lambda: self.step(name) >= step, limit_s, f"step {step}", self.describe)
 
     def wait_for_more(self, name: str = "a", limit_s: float = START_S) -> None:
         """It goes on."""
@@ -120,6 +120,9 @@ class CommandLine:
 
     def recent_output(self) -> str:
         return "\n".join(each.read_output()[-2000:] for each in self.started)
+
+    def describe(self) -> str:
+        return "\n".join(each.describe() for each in self.started)
 
     # --- processes ---
 

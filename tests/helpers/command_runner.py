@@ -118,6 +118,10 @@ class RunningCommand:
     def read_output(self) -> str:
         return _text(self.out) + _text(self.err)
 
+    def describe(self) -> str:
+        """What it has printed last, and where its processes stand."""
+        return "\n".join([self.read_output()[-2000:], *map(_describe_process, self.find_all())])
+
     def end(self) -> None:
         _kill(self.find_all())
         self.process.wait()
@@ -211,18 +215,29 @@ def run_here(words: Sequence[str], folder: Path, **variables: str) -> CommandRes
     return CommandResult(code, texts[0], texts[1], [], time.monotonic() - began)
 
 
-def until(true: Callable[[], Any], limit_s: float, what: str) -> Any:
+def until(
+    true: Callable[[], Any], limit_s: float, what: str, explain: Callable[[], str] = lambda: ""
+) -> Any:
     """What the function gives once it gives something. It is asked for half of the time at most:
-    what it waits for needs the processors too."""
+    what it waits for needs the processors too. `explain` says how things stand if it gives
+    nothing."""
     deadline = time.monotonic() + limit_s
     while (asked := time.monotonic()) < deadline:
         if found := true():
             return found
         time.sleep(max(0.02, time.monotonic() - asked))
-    raise AssertionError(f"not within {limit_s} s: {what}")
+    raise AssertionError(f"not within {limit_s} s: {what}\n{explain()}")
 
 
 # --- processes ---
+
+
+def _describe_process(pid: int) -> str:
+    """Its processor time and its Python stacks."""
+    usage = subprocess.run(["ps", "-o", "pid,time,stat,args", "-p", str(pid)], capture_output=True)
+    spy = Path(sys.executable).with_name("py-spy")
+    stacks = subprocess.run([spy, "dump", "--pid", str(pid)], capture_output=True)
+    return (usage.stdout + stacks.stdout + stacks.stderr).decode()
 
 
 def marked(mark: str, session: int) -> list[int]:

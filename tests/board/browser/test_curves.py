@@ -199,9 +199,9 @@ def test_scatter_and_bars(
     write_runs(root, template, 24)
     open_board(root)
     browser.click("[role=tab]", "Scatter")
-    browser.wait_for("section[aria-label=Scatter] .cv-notes", "24 runs: loss.best over hidden")
+    browser.wait_for("section[aria-label=Scatter] .cv-notes", "24 runs: eval_loss.best over hidden")
     browser.type("[aria-label='Across']", "eval_mae.last\n")
-    browser.wait_for("section[aria-label=Scatter] .cv-notes", "loss.best over eval_mae.last")
+    browser.wait_for("section[aria-label=Scatter] .cv-notes", "eval_loss.best over eval_mae.last")
     browser.click("section[aria-label=Scatter] button", "log x")
     browser.wait("points", lambda: count_pixels(browser, ".sc-plot canvas") > 100)
     browser.run("document.querySelector('.sc-plot').focus()")
@@ -238,7 +238,7 @@ def test_parallel_coordinates(
     open_board(root, view="panel=parallel")
     body = "section[aria-label='Parallel coordinates'] .pc-body"
     browser.wait("lines", lambda: count_pixels(browser, f"{body} canvas") > 500)
-    assert browser.list_texts(".pc-name") == ["hidden", "lr", "seed", "loss.best"]
+    assert browser.list_texts(".pc-name") == ["hidden", "lr", "seed", "eval_loss.best"]
     assert "correlation" in browser.list_texts(".pc-head small")[0]
     # A range is dragged along an axis, and another one typed.
     left = 56 / browser.wait_for(body).size["width"]

@@ -62,7 +62,7 @@ export function mount(element, store) {
         runLink(job.id, job.run), stateBadge(job.state), formatStep(job), isKnown(job.eta_s) ? formatDuration(job.eta_s) : "",
         [job.launcher, job.job ? `job ${job.job}` : "", job.host].filter(Boolean).join(" "), formatCell(job.nodes), formatCell(job.world),
         isKnown(job.started) ? `${formatAge(job.started)} ago` : "", job.note ? longText(stripAnsi(job.note), "rp-dim", 160) : ""])) : h("p", { class: "rp-empty" }, "No run was started yet."),
-      silence ? h("p", { class: "mc-silent" }, `Slurm does not answer: ${cleanText(silence.slice(0, 400))}`) : "",
+      silence && !queue ? h("p", { class: "mc-silent" }, `Slurm does not answer: ${cleanText(silence.slice(0, 400))}`) : "",
       ...(queue ? [h("h3", { class: "mc-queue" }, `Queue${waits.length ? ` · ${waits.length} jobs` : ""}`),
         queue.error ? h("p", { class: "mc-silent" }, `The queue cannot be asked: ${cleanText(queue.error.slice(0, 400))}`) : "",
         waits.length ? drawQueue(waits) : queue.error ? "" : h("p", { class: "rp-empty" }, "Nothing waits or runs.")] : []));

@@ -133,7 +133,7 @@ function drawMachines({ machines = [] }, row) {
   const list = machines.slice(0, SHOWN_MACHINES).map((each) => h("li", null, h("b", { dir: "auto" }, cleanText(String(each.host).slice(0, 120))), " ",
     h("span", { class: "rp-dim" }, [
       [each.launcher, each.job ? `job ${each.job}` : ""].filter(Boolean).join(" "), isKnown(each.since) ? `since ${formatTime(each.since)}` : "",
-      each.losses ? `${each.losses} losses` : "",
+      each.losses ? `${each.losses} ${each.losses === 1 ? "loss" : "losses"}` : "",
     ].filter(Boolean).join(" · "))));
   if (machines.length > SHOWN_MACHINES) list.push(h("li", { class: "rp-dim" }, `and ${machines.length - SHOWN_MACHINES} more`));
   if (!size && !list.length) return null;

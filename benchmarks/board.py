@@ -1,0 +1,215 @@
+"""The board in a real browser: how soon what one looks for is on the screen, and what that costs.
+
+    python benchmarks/board.py [--rounds 5] [--runs 10000] [--lines 1000000] [--no-peers]
+
+Everything is measured in headless Chromium, which is open already, from outside: the clock starts
+when the command does, and ends one frame after the page shows what was asked for.
+
+* start: `echelon board ROOT` until the page shows the table of 10,000 runs. Cold, nothing is known
+  of the runs (no index), and their contents must be read from the disk; warm, a board was there
+  before. The peers of `board_peers.py` take turns with it, on the same runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from board_data import drop_from_memory, find_many_runs, forget_index
+from board_page import BenchmarkPage, open_page
+from board_peers import FilledPeer, describe_condition, find_filled_peers, run_peer
+from common import Figure, Result, environment, find_tool, make_figure, proportional_megabytes
+
+ROUNDS, PEER_ROUNDS = 5, 3
+RUNS = 10_000
+WARM_S, COLD_S, MEMORY_MB, OF_BEST_PEER = 0.5, 3.0, 300.0, 0.1
+LIMIT_S = 120.0
+OURS = "Echelon"
+HAS_ROWS = """
+  const text = document.querySelector(".rt-count").textContent;
+  return text === "%s runs" && document.querySelectorAll(".rt-body .rt-row a").length >= 15;"""
+
+
+class Sizes(NamedTuple):
+    """What is measured; less of it for who works on this file."""
+
+    rounds: int = ROUNDS
+    runs: int = RUNS
+    lines: int = 1_000_000
+    with_peers: bool = True
+
+
+def measure(sizes: Sizes | None = None) -> Result:
+    sizes = sizes or Sizes()
+    root = find_many_runs(sizes.runs)
+    peers, missing = find_filled_peers(root, sizes.runs) if sizes.with_peers else ([], {})
+    loads = [os.getloadavg()[0]]
+    with open_page() as page:
+        starts = measure_starts(page, root, sizes, peers)
+    loads.append(os.getloadavg()[0])
+    return {
+        "config": {
+            **sizes._asdict(),
+            "load": loads,
+            "missing": missing | starts.failures,
+            "peers": {p.peer.name: [p.peer.version, p.runs, p.fill_s] for p in peers},
+        },
+        "figures": starts.figures,
+    }
+
+
+class RunningBoard(NamedTuple):
+    url: str
+    pid: int
+
+
+@contextlib.contextmanager
+def run_board(root: Path) -> Iterator[RunningBoard]:
+    """`echelon board ROOT`, with a cache folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
+        process = subprocess.Popen(
+            [find_tool("echelon"), "board", str(root), "--json"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            env=environment(ECHELON_CACHE=folder),
+        )
+        try:
+            assert process.stdout is not None
+            told = json.loads(process.stdout.readline())
+            yield RunningBoard(told["url"], told["pid"])
+        finally:
+            process.kill()
+            process.communicate()
+
+
+# --- from the start to the table ----------------------------------------------------------------
+
+
+class Start(NamedTuple):
+    seconds: float
+    server_mb: float
+    page_mb: float
+
+
+class Starts(NamedTuple):
+    figures: list[Figure]
+    failures: dict[str, str]
+
+
+def measure_starts(
+    page: BenchmarkPage, root: Path, sizes: Sizes, peers: list[FilledPeer]
+) -> Starts:
+    """Everybody in turns: cold and then warm."""
+    found: dict[str, dict[str, list[Start]]] = {}
+    failures: dict[str, str] = {}
+    contestants: dict[str, tuple[Path, Callable[[], Start]]] = {
+        OURS: (root, lambda: start_board(page, root, sizes.runs))
+    }
+    for peer in peers:
+        contestants[name_peer(peer, sizes.runs)] = (
+            peer.folder,
+            lambda peer=peer: start_peer(page, peer),
+        )
+    for number in range(sizes.rounds):
+        for name, (folder, start) in contestants.items():
+            if name in failures or (name != OURS and number >= PEER_ROUNDS):
+                continue
+            starts = found.setdefault(name, {"cold": [], "warm": []})
+            try:
+                forget_index(folder)
+                drop_from_memory(folder)
+                page.forget_cache()
+                starts["cold"].append(start())
+                starts["warm"].append(start())
+            except (TimeoutError, RuntimeError) as error:
+                if name == OURS:
+                    raise
+                failures[name] = str(error)[:500]
+    return Starts(list(list_start_figures(found, sizes.runs)), failures)
+
+
+def name_peer(filled: FilledPeer, runs: int) -> str:
+    peer = filled.peer
+    return peer.name if filled.runs == runs else f"{peer.name}, {filled.runs:,} runs only"
+
+
+def list_start_figures(found: dict[str, dict[str, list[Start]]], runs: int) -> Iterator[Figure]:
+    for how, goal in (("warm", WARM_S), ("cold", COLD_S)):
+        seconds = {
+            name: [each.seconds for each in starts[how]]
+            for name, starts in found.items()
+            if starts[how]
+        }
+        what = f"start → table of {runs:,} runs, {how}"
+        figures = {
+            name: make_figure(f"{what}: {name}", values, goal if name == OURS else None, "s")
+            for name, values in seconds.items()
+        }
+        yield from figures.values()
+        if peers := [name for name in figures if name != OURS]:
+            best = min(peers, key=lambda name: float(figures[name]["median"]))
+            ratios = [a / b for a, b in zip(seconds[OURS], seconds[best], strict=False)]
+            what = f"{what}: Echelon, × the best peer, {best}"
+            yield make_figure(what, ratios, OF_BEST_PEER)
+    for name, starts in found.items():
+        if warm := starts["warm"]:
+            goal = MEMORY_MB if name == OURS else None
+            servers, pages = [s.server_mb for s in warm], [s.page_mb for s in warm]
+            yield make_figure(f"memory, {runs:,} runs: the server, {name}", servers, goal, "MB")
+            yield make_figure(f"memory, {runs:,} runs: the page, {name}", pages, goal, "MB")
+
+
+def start_board(page: BenchmarkPage, root: Path, runs: int) -> Start:
+    page.leave()
+    begun = time.time()
+    with run_board(root) as board:
+        shown = page.open_until(board.url, HAS_ROWS % f"{runs:,}", LIMIT_S)
+        wait_until_known(page, root)
+        memory = proportional_megabytes(board.pid)
+        return Start(shown - begun, memory, page.measure_memory().process)
+
+
+def start_peer(page: BenchmarkPage, filled: FilledPeer) -> Start:
+    page.leave()
+    with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
+        begun = time.time()
+        with run_peer(filled, Path(folder) / "output.txt") as running:
+            shown = page.open_until(running.url, describe_condition(filled), LIMIT_S)
+            memory = proportional_megabytes(running.pid)
+            return Start(shown - begun, memory, page.measure_memory().process)
+
+
+def wait_until_known(page: BenchmarkPage, root: Path) -> None:
+    """Wait until the board has looked at all folders, and has written down what it found."""
+    deadline = time.monotonic() + LIMIT_S
+    index = root / ".board" / "index.jsonl"
+    while page.run("return document.querySelector('.rt-checking') !== null") or not index.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the board still reads folders")
+        time.sleep(0.05)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="measure the board in a browser")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--runs", type=int, default=RUNS)
+    parser.add_argument("--lines", type=int, default=1_000_000)
+    parser.add_argument("--no-peers", action="store_true")
+    given = parser.parse_args()
+    result = measure(Sizes(given.rounds, given.runs, given.lines, not given.no_peers))
+    for row in result["figures"]:
+        print(f"{row['what']:<78}{row['median']:>8} {row['unit']} [{row['min']}–{row['max']}]")
+    print(json.dumps(result["config"], indent=1), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
