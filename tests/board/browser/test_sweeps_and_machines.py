@@ -11,7 +11,7 @@ import pytest
 from board_pages import OpenBoard, count_pixels
 from board_server import run_board
 from board_sweeps import make_sweep, run_trials
-from browser import Browser
+from browser import Browser, Key
 from fake_nvml import GIB, FakeDriver, gpu, process, run_idle_process
 from run_folders import lines, make_run
 
@@ -65,7 +65,7 @@ def test_a_sweep(browser: Browser, open_board: OpenBoard, root: Path) -> None:
         "those alone",
         lambda: {row.split("\n")[5] for row in read_lines(browser, ".sw-row")} == {"64"},
     )
-    browser.type("[aria-label='Search trials']", "\ue003")
+    browser.type("[aria-label='Search trials']", Key.BACKSPACE)
     # 4. It goes on.
     store.end_trial(leased, "finished")
     make_run(root, "s-10", lines(), status={"step": 40}, lr=0.7)
