@@ -98,12 +98,15 @@ class NodeJob:
     report_nodes: ReportNodes = lambda report: None
     devices: int = 0
     """How many of the visible GPUs the ranks of a node use, if there are any."""
+    prints_to_screen: bool = True
+    """Whether somebody sees what the agent prints."""
 
-    @property
-    def shows_rank_0(self) -> bool:
-        """Whether the agent prints rank 0's log. An experiment prints by itself; a program does not
-        know that it should."""
-        return bool(self.program)
+    def find_shown_rank(self, first_rank: int) -> int | None:
+        """Return the rank whose log the agent prints, of a round with this first rank. An
+        experiment's rank 0 prints by itself; a program does not know that it should."""
+        if self.program:
+            return 0
+        return first_rank if first_rank and self.prints_to_screen else None
 
 
 class NodeLeft(Exception):
@@ -183,7 +186,7 @@ class NodeAgent(SimpleElasticAgent):
         self._gpu_watch = _watch_gpus(job)
         self._has_reported_gpu = False
         self._heartbeat_watch = HeartbeatTable(self._heartbeat_file, spec.local_world_size)
-        self._log_stamps = NodeLogs(self._run, job.node, [], job.shows_rank_0)
+        self._log_stamps = NodeLogs(self._run, job.node, [], None)
         self._stacks = StackExchange(
             self._run,
             job.node,
@@ -264,7 +267,7 @@ class NodeAgent(SimpleElasticAgent):
         self._run.get_round_file(self._place).unlink(missing_ok=True)
         self._heartbeat_watch = HeartbeatTable(self._heartbeat_file, len(group.workers))
         self._log_stamps = NodeLogs(
-            self._run, self._job.node, list(self._ranks.values()), self._job.shows_rank_0
+            self._run, self._job.node, list(self._ranks.values()), self._job.find_shown_rank(0)
         )
         self._lost_ranks, self._hang_failures = set(), {}
         self._has_copied_keys = False
@@ -320,6 +323,8 @@ class NodeAgent(SimpleElasticAgent):
         """
         with contextlib.suppress(ForkServerGone):  # the exit codes show what became of the workers
             self._handle_fork_server_events()
+        if (newest := self._lifeline.find_round(self._attempt)) is not None:
+            self._log_stamps.show_rank(self._job.find_shown_rank(newest.slots[0]))
         self._log_stamps.record_growth()
         self._stacks.look_for_request()
         self._lifeline.report_heartbeats(self._collect_heartbeats())
