@@ -667,9 +667,9 @@ class NodeAgent(SimpleElasticAgent):
     def _make_loss_failure(
         self, replacement: RankReplacement, local_rank: int, code: int
     ) -> Failure:
-        slot, sign = self._ranks[local_rank], self._heartbeat_watch.read_all()[local_rank]
-        told = replacement.read_transient(slot) if code == ExitCode.TRANSIENT else None
-        return told or failures.make_failure_from_exit_code(code, slot, sign.step)
+        slot, heartbeat = self._ranks[local_rank], self._heartbeat_watch.read_all()[local_rank]
+        reported = replacement.read_transient(slot) if code == ExitCode.TRANSIENT else None
+        return reported or failures.make_failure_from_exit_code(code, slot, heartbeat.step)
 
     def _start_replacement(
         self, replacement: RankReplacement, worker: Any, group: WorkerGroup
@@ -700,8 +700,8 @@ class NodeAgent(SimpleElasticAgent):
             return
         if local_rank in self._exit_codes:
             return
-        sign = self._heartbeat_watch.read_all()[local_rank]
-        self._hang_failures[local_rank] = self._make_hang_failure(local_rank, hung, sign)
+        heartbeat = self._heartbeat_watch.read_all()[local_rank]
+        self._hang_failures[local_rank] = self._make_hang_failure(local_rank, hung, heartbeat)
         _send_signal(self._pids[local_rank], signal.SIGKILL)
 
     def _report_gpu_fault(self) -> None:
@@ -745,14 +745,15 @@ class NodeAgent(SimpleElasticAgent):
         A rank that was killed by a signal is blamed before one with an exit code: the others often
         fail because they lost it.
         """
-        if self._replacement is not None and (told := self._replacement.read_failure()):
-            return told
+        if self._replacement is not None and (published := self._replacement.read_failure()):
+            return published
         attempt = self._tcp_store.open_prefix(f"echelon/{self._attempt}")
         if self._replacement is None and attempt.check(["failure"]):
             return Failure.from_json(attempt.get("failure"))
         silent_rank = min(failed, key=lambda r: failed[r] >= 0)
-        rank, sign = self._ranks[silent_rank], self._heartbeat_watch.read_all()[silent_rank]
-        step = sign.step if sign.beats or sign.step else None  # no beats: also in an evaluation
+        rank, heartbeat = self._ranks[silent_rank], self._heartbeat_watch.read_all()[silent_rank]
+        has_begun = heartbeat.beats or heartbeat.step  # no beats: also in an evaluation
+        step = heartbeat.step if has_begun else None
         cause = failures.make_failure_from_exit_code(failed[silent_rank], rank, step)
         if self._fork_server.is_gone:
             together = "killed with all others, as the process was that had started them"
@@ -768,14 +769,14 @@ class NodeAgent(SimpleElasticAgent):
 
     def _collect_heartbeats(self) -> RankHeartbeats:
         """Return the heartbeats of the living ranks of this node, as lifelines send them."""
-        now, signs = time.monotonic(), self._heartbeat_watch.read_all()
+        now, heartbeats = time.monotonic(), self._heartbeat_watch.read_all()
         return [
             {
                 "rank": self._ranks[r],
-                "beats": signs[r].beats,
-                "step": signs[r].step,
-                "begun": bool(signs[r].time),
-                "still": now - signs[r].time,
+                "beats": heartbeats[r].beats,
+                "step": heartbeats[r].step,
+                "begun": bool(heartbeats[r].time),
+                "still": now - heartbeats[r].time,
                 "stopped": _is_stopped(pid),
             }
             for r, pid in self._pids.items()
