@@ -173,7 +173,7 @@ def test_a_run_by_ssh_grows_beyond_its_start(command_line: CommandLine, clean_ru
     started = start_by_ssh(command_line, "launch.spares=1", "pause_s=0.3")
     hosts = command_line.cluster.nodes
     assert scale(command_line, 3)["joining"] == [hosts[2]]
-    joined = "rank 2 replaced: 3 processes"
+    joined = "rank 2 added: 3 processes"
     is_over = started.process.poll
     until(
         lambda: joined in started.read_output() or is_over() is not None, START_S, "it has joined"
@@ -191,7 +191,7 @@ def test_a_run_by_ssh_grows_beyond_its_start(command_line: CommandLine, clean_ru
 def grow_by_a_job(command_line: CommandLine, count: int) -> str:
     """Scale to so many nodes, and wait until a further job has joined; returns its number."""
     log = command_line.run().get_node_log_file(0)
-    joined = f"replaced: {count} processes"
+    joined = f": {count} processes"
     times = log.read_text().count(joined)
     told = scale(command_line, count)
     assert told["starting"] == 1

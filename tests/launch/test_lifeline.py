@@ -77,7 +77,7 @@ def test_an_agent_that_ends_without_a_word_is_named_in_every_attempt() -> None:
         told = until(lambda: hub.find_failure(0))
         assert told.exit == ExitCode.NODE_LOST
         assert "node 1" in told.summary
-        assert "rank 2–3" in told.summary
+        assert "ranks 2–3" in told.summary
         assert hub.find_failure(7) == told
 
 

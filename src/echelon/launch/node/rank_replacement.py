@@ -438,6 +438,7 @@ def _describe_leaving(member: Member) -> str:
 def describe_loss(failure: Failure) -> str:
     """One sentence about a rank or a node that is lost while the others go on."""
     at = "before its first step" if failure.step is None else f"after step {failure.step}"
-    if failure.exit == ExitCode.NODE_LOST:
-        return f"lost {failure.summary}" + ("" if failure.step is None else f"; {at}")
+    if failure.exit == ExitCode.NODE_LOST:  # a new leader does not know its step
+        when = "" if failure.step is None else f" {at}"
+        return f"lost a node{when}: {failure.summary}"
     return f"lost rank {failure.rank} on {failure.host} {at}: {failure.summary}"
