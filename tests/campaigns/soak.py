@@ -58,7 +58,8 @@ def main() -> None:
     args = parser.parse_args()
     args.faults = args.faults or [name for name in FAULTS if name not in _NOT_OF[args.launch]]
     epochs = max(4, int(args.minutes * 60 / _STEP_S / 10))
-    kind = ClusterSlot().make_kind(accounting=False)
+    slot = ClusterSlot()  # kept: it is free again for others as soon as nobody refers to it
+    kind = slot.make_kind(accounting=False)
     was_up = slurm_cluster.is_up(kind)
     cluster = slurm_cluster.start(kind)
     try:
