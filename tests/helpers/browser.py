@@ -24,6 +24,13 @@ FLAGS = (
 )
 
 
+class Key:
+    """Keys that are no signs, as WebDriver names them."""
+
+    BACKSPACE, TAB, SHIFT, CONTROL, ESCAPE = "\ue003", "\ue004", "\ue008", "\ue009", "\ue00c"
+    END, HOME, LEFT, UP, RIGHT, DOWN = "\ue010", "\ue011", "\ue012", "\ue013", "\ue014", "\ue015"
+
+
 def require_browser() -> None:
     """Install the browser if that is possible; otherwise skip the test with the reason."""
     done = subprocess.run(

@@ -9,16 +9,13 @@ from pathlib import Path
 import pytest
 from board_pages import OpenBoard, read_last_points
 from board_runs import RunTemplate, write_runs
-from browser import Browser
+from browser import Browser, Key
 from run_folders import STARTED, lines, make_run, write_phases
 
 from echelon.runs.history import BadMachine, RoundRecord, record_bad_machine, record_round
 from echelon.runs.run_folder import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
-
-DOWN, HOME = "\ue015", "\ue011"
-CONTROL = "\ue009"
 
 
 def test_what_a_training_left(
@@ -50,7 +47,7 @@ def test_what_a_training_left(
     browser.wait_for(".rp-snapshots button", "Copied")
     assert browser.read_clipboard() == command
     # 3. Curves, media, traces and the plan.
-    browser.press("\ue00c")
+    browser.press(Key.ESCAPE)
     browser.click("[role=tab]", "Curves")
     browser.wait("its curve", lambda: read_last_points(browser) == {"paced": "40"})
     browser.click("[role=tab]", "Media")
@@ -62,7 +59,7 @@ def test_what_a_training_left(
     browser.click("[role=tab]", "Plan")
     browser.wait_for("pre[aria-label=Plan]", "launch=inline")
     # 4. By keys from tab to tab, and back to all runs.
-    browser.press(HOME)
+    browser.press(Key.HOME)
     browser.wait_for("#rp-tab-overview[aria-selected=true]")
     browser.wait_for(".rp-card h3", "Results")
 
@@ -78,7 +75,7 @@ def test_tags_and_a_note_on_the_page_of_a_run(
     browser.click("[aria-label='Remove the tag good']")
     browser.wait_until_gone(".rp-tag", "good")
     browser.click("[aria-label='Write a note']")
-    browser.type("textarea[aria-label=Note]", "of two\nlines", CONTROL + "\n")
+    browser.type("textarea[aria-label=Note]", "of two\nlines", Key.CONTROL + "\n")
     browser.wait_for(".rp-note-text", "of two")
     said = json.loads(file.read_text())
     assert (said["tags"], said["note"]) == (["paper"], "of two\nlines")
@@ -94,7 +91,7 @@ def test_the_settings_of_two_runs(
     browser.type("[aria-label='Search settings']", "hidden")
     browser.wait("one", lambda: len(browser.list_texts(".rp-setting-table tbody tr")) == 1)
     assert "16" in browser.list_texts(".rp-setting-table tbody td")[0]
-    browser.type("[aria-label='Search settings']", "\ue003")
+    browser.type("[aria-label='Search settings']", Key.BACKSPACE)
     browser.click(".rp-check", "only what is not the default")
     browser.wait_until_gone(".rp-setting-table th", "trainer.compile")
     browser.type("[aria-label='Compare with another run']", "toy-00059")
@@ -137,7 +134,7 @@ def test_faults_and_restarts_on_the_time_line(
     browser.click("[aria-label='Show all of it']")
     browser.wait("all of it", lambda: browser.wait_for(".tl-span").text == whole)
     browser.run("document.querySelector('.tl-list tr[data-i]').focus()")
-    browser.press(DOWN, "\n")
+    browser.press(Key.DOWN, "\n")
     browser.wait_for(".tl-list tr.tl-chosen")
     assert browser.run("return document.querySelectorAll('.tl-mark.tl-chosen').length") == 1
 
