@@ -13,10 +13,8 @@ when the command does, and ends one frame after the page shows what was asked fo
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,15 +22,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from board_data import drop_from_memory, find_many_runs, forget_index
-from board_page import BenchmarkPage, open_page
+from board_curves import measure_curves
+from board_data import drop_from_memory, find_long_runs, find_many_runs, forget_index
+from board_page import LIMIT_S, BenchmarkPage, open_page
 from board_peers import FilledPeer, describe_condition, find_filled_peers, run_peer
-from common import Figure, Result, environment, find_tool, make_figure, proportional_megabytes
+from common import HERE, Figure, Result, make_figure, proportional_megabytes
+
+sys.path.append(str(HERE.parent / "tests" / "helpers"))
+from board_server import run_board
 
 ROUNDS, PEER_ROUNDS = 5, 3
 RUNS = 10_000
+CURVES, LINES = 50, 1_000_000
 WARM_S, COLD_S, MEMORY_MB, OF_BEST_PEER = 0.5, 3.0, 300.0, 0.1
-LIMIT_S = 120.0
 OURS = "Echelon"
 HAS_ROWS = """
   const text = document.querySelector(".rt-count").textContent;
@@ -44,18 +46,22 @@ class Sizes(NamedTuple):
 
     rounds: int = ROUNDS
     runs: int = RUNS
-    lines: int = 1_000_000
+    curves: int = CURVES
+    lines: int = LINES
     with_peers: bool = True
 
 
 def measure(sizes: Sizes | None = None) -> Result:
     sizes = sizes or Sizes()
     root = find_many_runs(sizes.runs)
+    long_root = find_long_runs(sizes.curves, sizes.lines)
     peers, missing = find_filled_peers(root, sizes.runs) if sizes.with_peers else ([], {})
     loads = [os.getloadavg()[0]]
     with open_page() as page:
         starts = measure_starts(page, root, sizes, peers)
-    loads.append(os.getloadavg()[0])
+        loads.append(os.getloadavg()[0])
+        curves = measure_curves(page, long_root, sizes.lines, sizes.rounds)
+        loads.append(os.getloadavg()[0])
     return {
         "config": {
             **sizes._asdict(),
@@ -63,32 +69,8 @@ def measure(sizes: Sizes | None = None) -> Result:
             "missing": missing | starts.failures,
             "peers": {p.peer.name: [p.peer.version, p.runs, p.fill_s] for p in peers},
         },
-        "figures": starts.figures,
+        "figures": [*starts.figures, *curves],
     }
-
-
-class RunningBoard(NamedTuple):
-    url: str
-    pid: int
-
-
-@contextlib.contextmanager
-def run_board(root: Path) -> Iterator[RunningBoard]:
-    """`echelon board ROOT`, with a cache folder of its own."""
-    with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
-        process = subprocess.Popen(
-            [find_tool("echelon"), "board", str(root), "--json"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            env=environment(ECHELON_CACHE=folder),
-        )
-        try:
-            assert process.stdout is not None
-            told = json.loads(process.stdout.readline())
-            yield RunningBoard(told["url"], told["pid"])
-        finally:
-            process.kill()
-            process.communicate()
 
 
 # --- from the start to the table ----------------------------------------------------------------
@@ -170,12 +152,13 @@ def list_start_figures(found: dict[str, dict[str, list[Start]]], runs: int) -> I
 
 def start_board(page: BenchmarkPage, root: Path, runs: int) -> Start:
     page.leave()
-    begun = time.time()
-    with run_board(root) as board:
-        shown = page.open_until(board.url, HAS_ROWS % f"{runs:,}", LIMIT_S)
-        wait_until_known(page, root)
-        memory = proportional_megabytes(board.pid)
-        return Start(shown - begun, memory, page.measure_memory().process)
+    with tempfile.TemporaryDirectory(prefix="echelon-bench-") as cache:
+        begun = time.time()
+        with run_board(str(root), cache=Path(cache)) as board:
+            shown = page.open_until(board.url, HAS_ROWS % f"{runs:,}")
+            wait_until_known(page, root)
+            memory = proportional_megabytes(board.process.pid)
+            return Start(shown - begun, memory, page.measure_memory().process)
 
 
 def start_peer(page: BenchmarkPage, filled: FilledPeer) -> Start:
@@ -183,7 +166,7 @@ def start_peer(page: BenchmarkPage, filled: FilledPeer) -> Start:
     with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
         begun = time.time()
         with run_peer(filled, Path(folder) / "output.txt") as running:
-            shown = page.open_until(running.url, describe_condition(filled), LIMIT_S)
+            shown = page.open_until(running.url, describe_condition(filled))
             memory = proportional_megabytes(running.pid)
             return Start(shown - begun, memory, page.measure_memory().process)
 
@@ -202,10 +185,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="measure the board in a browser")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--runs", type=int, default=RUNS)
-    parser.add_argument("--lines", type=int, default=1_000_000)
+    parser.add_argument("--curves", type=int, default=CURVES)
+    parser.add_argument("--lines", type=int, default=LINES)
     parser.add_argument("--no-peers", action="store_true")
     given = parser.parse_args()
-    result = measure(Sizes(given.rounds, given.runs, given.lines, not given.no_peers))
+    result = measure(Sizes(given.rounds, given.runs, given.curves, given.lines, not given.no_peers))
     for row in result["figures"]:
         print(f"{row['what']:<78}{row['median']:>8} {row['unit']} [{row['min']}–{row['max']}]")
     print(json.dumps(result["config"], indent=1), file=sys.stderr)

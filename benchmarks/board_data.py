@@ -2,12 +2,13 @@
 
 * many runs: each of 20 steps with its loss, 2 evaluations, a log and a summary, as a real training
   of the toy left its own, over a grid of settings and seeds (tests/helpers/board_runs.py).
-* long runs: a line of metrics.jsonl for each of a million steps, and no summary beside it.
+* long runs: a line of metrics.jsonl with a loss for each of a million steps, and its summary.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from common import HERE
+from echelon.runs.metrics_file import compute_mark
+from echelon.runs.metrics_summary import MetricsSummary, MetricSummary, write_summary
 
 sys.path.append(str(HERE.parent / "tests" / "helpers"))
 from board_runs import RunTemplate, read_template, train_template, write_long_run, write_runs
@@ -49,11 +52,26 @@ def write_long_runs(folder: Path, count: int, lines: int) -> None:
     template = get_template()
     with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
         each = [
-            pool.submit(write_long_run, folder, f"long-{seed:03d}", template, lines, seed)
+            pool.submit(write_one_long_run, folder, f"long-{seed:03d}", template, lines, seed)
             for seed in range(count)
         ]
         for one in each:
             one.result()
+
+
+def write_one_long_run(root: Path, name: str, template: RunTemplate, lines: int, seed: int) -> None:
+    """Write a run and its summary, as its training would have; no other program would read a
+    million lines to know the last one."""
+    run = write_long_run(root, name, template, lines, seed)
+    text = run.metrics_file.read_bytes()
+    values = [float(value) for value in re.findall(rb'"loss": ([^,]+)', text)]
+    best, worst = min(values), max(values)
+    low, high = 1 + values.index(best), 1 + values.index(worst)
+    loss = MetricSummary(lines, values[-1], lines, best, low, worst, high)
+    summary = MetricsSummary({"loss": loss}, last_step=lines, offset=len(text))
+    with run.metrics_file.open("rb") as file:
+        summary.mark = compute_mark(file, summary.offset)
+    write_summary(run, summary, by_training=True)
 
 
 def make_once(folder: Path, write: Callable[[Path], object]) -> Path:

@@ -23,6 +23,7 @@ sys.path.append(str(HERE.parent / "tests" / "helpers"))
 from browser import start_browser
 
 WINDOW = (1600, 1000)
+LIMIT_S = 120.0
 WATCH = """
 (() => {
   const isShown = () => { %s };
@@ -65,21 +66,32 @@ class BenchmarkPage:
     def forget_cache(self) -> None:
         self.command("Network.clearBrowserCache")
 
-    def open_until(self, url: str, is_shown: str, limit_s: float) -> float:
-        """Open a page and return the time at which a condition held, the body of a function in
-        JavaScript."""
-        found = self.command("Page.addScriptToEvaluateOnNewDocument", source=WATCH % is_shown)
+    @contextlib.contextmanager
+    def prepare(self, script: str) -> Iterator[None]:
+        """Have a script run in every page before its own."""
+        source = f"(() => {{ {script} }})();"
+        found = self.command("Page.addScriptToEvaluateOnNewDocument", source=source)
         try:
-            self.command("Page.navigate", url=url)
-            return self._wait_until_shown(is_shown, limit_s)
+            yield
         finally:
             self.command("Page.removeScriptToEvaluateOnNewDocument", **found)
 
-    def act_until(self, action: str, is_shown: str, limit_s: float) -> float:
+    def open_until(self, url: str, is_shown: str, limit_s: float = LIMIT_S) -> float:
+        """Open a page and return the time at which a condition held, the body of a function in
+        JavaScript."""
+        with self.prepare(WATCH % is_shown):
+            self.command("Page.navigate", url=url)
+            return self._wait_until_shown(is_shown, limit_s)
+
+    def act_until(self, action: str, is_shown: str, limit_s: float = LIMIT_S) -> float:
         """Run a script in the page and return the seconds until a condition holds."""
-        self.run("window.benchmarkShownAt = 0;")
-        begun_ms = self.run(f"const begun = Date.now(); {action}; {WATCH % is_shown} return begun;")
-        return self._wait_until_shown(is_shown, limit_s) - float(begun_ms) / 1e3
+        begun_ms = self.run(f"const begun = Date.now(); {action}; return begun;")
+        return self.wait_until(is_shown, limit_s) - float(begun_ms) / 1e3
+
+    def wait_until(self, is_shown: str, limit_s: float = LIMIT_S) -> float:
+        """Return the time at which a condition holds in the page that is open."""
+        self.run(f"window.benchmarkShownAt = 0; {WATCH % is_shown}")
+        return self._wait_until_shown(is_shown, limit_s)
 
     def _wait_until_shown(self, is_shown: str, limit_s: float) -> float:
         deadline = time.monotonic() + limit_s

@@ -309,10 +309,10 @@ def test_all_leave_over_their_relays_and_nobody_is_missed() -> None:
 
 def test_messages_that_go_up_together_keep_their_order_and_the_newest_heartbeat() -> None:
     queue = RelayQueue()
-    for message in ({"signs": 1}, {"lost": 1}, {"signs": 2}, {"lost": 2}):
+    for message in ({"heartbeats": 1}, {"lost": 1}, {"heartbeats": 2}, {"lost": 2}):
         queue.put(7, message)
-    queue.put(8, {"signs": 3})
-    items = [(7, {"lost": 1}), (7, {"signs": 2}), (7, {"lost": 2}), (8, {"signs": 3})]
+    queue.put(8, {"heartbeats": 3})
+    items = [(7, {"lost": 1}), (7, {"heartbeats": 2}), (7, {"lost": 2}), (8, {"heartbeats": 3})]
     assert queue.take() == [{"tree": "relayed", "items": items}]
     assert queue.take() == []
 

@@ -25,7 +25,8 @@ def lead(nodes: int, spares: int = 0, survives: bool = True) -> Lifeline:
 def test_the_last_nodes_leave() -> None:
     lifeline = lead(3)
     answer = scale_nodes(lifeline, 1, LIMITS)
-    assert answer == ScaleAnswer((), 3, ("host 1", "host 2"))
+    hosts = ("host 1", "host 2")
+    assert answer == ScaleAnswer((), 3, hosts, leaving_nodes=(1, 2), vacated_hosts=hosts)
     assert ScaleAnswer.from_json(answer.to_json()) == answer
     known, why = lifeline.membership, "scaled to 1 node"
     assert [m.leaving for m in known.members.values()] == ["", why, why]
@@ -34,6 +35,24 @@ def test_the_last_nodes_leave() -> None:
     assert (again.before, again.missing, again.leaving, again.first_node) == (1, 1, (), 3)
     assert lifeline.membership.count_missing_nodes() == 1
     assert lifeline.membership.vacancies == ()
+
+
+def test_a_host_is_given_back_when_no_node_of_the_runs_own_job_is_left_there() -> None:
+    """Slurm may start the node of a further job where one of the run's own is."""
+    lifeline = lead(2)
+    for node, host in ((2, "host 1"), (3, "host 4")):
+        added = Member(node, host, 2, place=node, slots=(2 * node, 2 * node + 1), is_added=True)
+        lifeline.membership = lifeline.membership.add(added)
+    answer = scale_nodes(lifeline, 2, LIMITS)
+    assert (answer.leaving, answer.leaving_nodes) == (("host 1", "host 4"), (2, 3))
+    assert answer.vacated_hosts == ()
+    lifeline = lead(2)
+    added = Member(2, "host 1", 2, place=2, slots=(4, 5), is_added=True)
+    lifeline.membership = lifeline.membership.add(added)
+    lifeline.retire(1, "it was sent SIGTERM")
+    assert scale_nodes(lifeline, 1, LIMITS).vacated_hosts == ()  # node 1 left before
+    lifeline = lead(3)
+    assert scale_nodes(lifeline, 1, LIMITS).vacated_hosts == ("host 1", "host 2")
 
 
 def test_spares_take_part_in_places_of_their_own() -> None:

@@ -186,3 +186,34 @@ def test_the_token_is_asked_for(
     browser.wait_for("input[name=token]")
     browser.type("input[name=token]", board.token, "\n")
     wait_for_count(browser, "1 run")
+
+
+def test_the_theme_is_that_of_the_system_until_one_is_chosen(
+    browser: Browser, open_board: OpenBoard, root: Path, template: RunTemplate
+) -> None:
+    write_runs(root, template, 3)
+    light, dark = "rgb(255, 255, 255)", "rgb(16, 18, 21)"
+    line = "document.querySelector('.cv-key line').getAttribute('stroke')"
+
+    def wait_for_background(wanted: str) -> None:
+        colour = "getComputedStyle(document.body).backgroundColor"
+        browser.wait_until_true(f"{colour} === arguments[0]", wanted)
+
+    open_board(root)
+    wait_for_rows(browser, "toy-00002")
+    wait_for_background(light)
+    browser.wait_for(".cv-key line")
+    before = browser.run(f"return {line}")
+    browser.set_scheme("dark")
+    wait_for_background(dark)
+    browser.wait_until_true(f"{line} !== arguments[0]", before)
+    browser.click("button[aria-label='Theme: as the system']")
+    wait_for_background(light)
+    browser.click("button[aria-label='Theme: light']")
+    wait_for_background(dark)
+    browser.set_scheme("light")  # it was chosen
+    browser.open(browser.url)
+    wait_for_rows(browser, "toy-00002")
+    wait_for_background(dark)
+    browser.click("button[aria-label='Theme: dark']")
+    wait_for_background(light)

@@ -98,12 +98,15 @@ class NodeJob:
     report_nodes: ReportNodes = lambda report: None
     devices: int = 0
     """How many of the visible GPUs the ranks of a node use, if there are any."""
+    prints_to_screen: bool = True
+    """Whether somebody sees what the agent prints."""
 
-    @property
-    def shows_rank_0(self) -> bool:
-        """Whether the agent prints rank 0's log. An experiment prints by itself; a program does not
-        know that it should."""
-        return bool(self.program)
+    def find_shown_rank(self, first_rank: int) -> int | None:
+        """Return the rank whose log the agent prints, of a round with this first rank. An
+        experiment's rank 0 prints by itself; a program does not know that it should."""
+        if self.program:
+            return 0
+        return first_rank if first_rank and self.prints_to_screen else None
 
 
 class NodeLeft(Exception):
@@ -183,7 +186,7 @@ class NodeAgent(SimpleElasticAgent):
         self._gpu_watch = _watch_gpus(job)
         self._has_reported_gpu = False
         self._heartbeat_watch = HeartbeatTable(self._heartbeat_file, spec.local_world_size)
-        self._log_stamps = NodeLogs(self._run, job.node, [], job.shows_rank_0)
+        self._log_stamps = NodeLogs(self._run, job.node, [], None)
         self._stacks = StackExchange(
             self._run,
             job.node,
@@ -264,7 +267,7 @@ class NodeAgent(SimpleElasticAgent):
         self._run.get_round_file(self._place).unlink(missing_ok=True)
         self._heartbeat_watch = HeartbeatTable(self._heartbeat_file, len(group.workers))
         self._log_stamps = NodeLogs(
-            self._run, self._job.node, list(self._ranks.values()), self._job.shows_rank_0
+            self._run, self._job.node, list(self._ranks.values()), self._job.find_shown_rank(0)
         )
         self._lost_ranks, self._hang_failures = set(), {}
         self._has_copied_keys = False
@@ -320,6 +323,8 @@ class NodeAgent(SimpleElasticAgent):
         """
         with contextlib.suppress(ForkServerGone):  # the exit codes show what became of the workers
             self._handle_fork_server_events()
+        if (newest := self._lifeline.find_round(self._attempt)) is not None:
+            self._log_stamps.show_rank(self._job.find_shown_rank(newest.slots[0]))
         self._log_stamps.record_growth()
         self._stacks.look_for_request()
         self._lifeline.report_heartbeats(self._collect_heartbeats())
@@ -662,9 +667,9 @@ class NodeAgent(SimpleElasticAgent):
     def _make_loss_failure(
         self, replacement: RankReplacement, local_rank: int, code: int
     ) -> Failure:
-        slot, sign = self._ranks[local_rank], self._heartbeat_watch.read_all()[local_rank]
-        told = replacement.read_transient(slot) if code == ExitCode.TRANSIENT else None
-        return told or failures.make_failure_from_exit_code(code, slot, sign.step)
+        slot, heartbeat = self._ranks[local_rank], self._heartbeat_watch.read_all()[local_rank]
+        reported = replacement.read_transient(slot) if code == ExitCode.TRANSIENT else None
+        return reported or failures.make_failure_from_exit_code(code, slot, heartbeat.step)
 
     def _start_replacement(
         self, replacement: RankReplacement, worker: Any, group: WorkerGroup
@@ -695,8 +700,8 @@ class NodeAgent(SimpleElasticAgent):
             return
         if local_rank in self._exit_codes:
             return
-        sign = self._heartbeat_watch.read_all()[local_rank]
-        self._hang_failures[local_rank] = self._make_hang_failure(local_rank, hung, sign)
+        heartbeat = self._heartbeat_watch.read_all()[local_rank]
+        self._hang_failures[local_rank] = self._make_hang_failure(local_rank, hung, heartbeat)
         _send_signal(self._pids[local_rank], signal.SIGKILL)
 
     def _report_gpu_fault(self) -> None:
@@ -740,14 +745,15 @@ class NodeAgent(SimpleElasticAgent):
         A rank that was killed by a signal is blamed before one with an exit code: the others often
         fail because they lost it.
         """
-        if self._replacement is not None and (told := self._replacement.read_failure()):
-            return told
+        if self._replacement is not None and (published := self._replacement.read_failure()):
+            return published
         attempt = self._tcp_store.open_prefix(f"echelon/{self._attempt}")
         if self._replacement is None and attempt.check(["failure"]):
             return Failure.from_json(attempt.get("failure"))
         silent_rank = min(failed, key=lambda r: failed[r] >= 0)
-        rank, sign = self._ranks[silent_rank], self._heartbeat_watch.read_all()[silent_rank]
-        step = sign.step if sign.beats or sign.step else None  # no beats: also in an evaluation
+        rank, heartbeat = self._ranks[silent_rank], self._heartbeat_watch.read_all()[silent_rank]
+        has_begun = heartbeat.beats or heartbeat.step  # no beats: also in an evaluation
+        step = heartbeat.step if has_begun else None
         cause = failures.make_failure_from_exit_code(failed[silent_rank], rank, step)
         if self._fork_server.is_gone:
             together = "killed with all others, as the process was that had started them"
@@ -763,14 +769,14 @@ class NodeAgent(SimpleElasticAgent):
 
     def _collect_heartbeats(self) -> RankHeartbeats:
         """Return the heartbeats of the living ranks of this node, as lifelines send them."""
-        now, signs = time.monotonic(), self._heartbeat_watch.read_all()
+        now, heartbeats = time.monotonic(), self._heartbeat_watch.read_all()
         return [
             {
                 "rank": self._ranks[r],
-                "beats": signs[r].beats,
-                "step": signs[r].step,
-                "begun": bool(signs[r].time),
-                "still": now - signs[r].time,
+                "beats": heartbeats[r].beats,
+                "step": heartbeats[r].step,
+                "begun": bool(heartbeats[r].time),
+                "still": now - heartbeats[r].time,
                 "stopped": _is_stopped(pid),
             }
             for r, pid in self._pids.items()

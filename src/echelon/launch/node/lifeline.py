@@ -239,7 +239,7 @@ class Lifeline:
 
     def _make_beat(self) -> Message:
         report = self._report
-        return {"signs": report.heartbeats, "attempt": report.attempt}
+        return {"heartbeats": report.heartbeats, "attempt": report.attempt}
 
     # --- attempts, heartbeats and failures ---
 
@@ -295,15 +295,17 @@ class Lifeline:
             reports = [self._get_heartbeats(n, attempt) for n in self._list_reporting_nodes()]
             if None in reports:
                 return None
-            stuck = find_hung_rank([sign for report in reports for sign in report or ()], hang_s)
-            if stuck is not None and self._hung_ranks.setdefault(attempt, stuck) is stuck:
-                self._send_to_all({"stuck": stuck, "attempt": attempt})
+            hung = find_hung_rank(
+                [heartbeat for report in reports for heartbeat in report or ()], hang_s
+            )
+            if hung is not None and self._hung_ranks.setdefault(attempt, hung) is hung:
+                self._send_to_all({"hung": hung, "attempt": attempt})
         return self._hung_ranks.get(attempt)
 
     def find_newest_step(self) -> int:
         """Return the newest step of any rank, as far as it is known here."""
         reports = [self._get_heartbeats(n, self._attempt) or [] for n in self.membership.members]
-        return max((sign["step"] for signs in reports for sign in signs), default=0)
+        return max((each["step"] for report in reports for each in report), default=0)
 
     def _list_reporting_nodes(self) -> list[int]:
         return [n for n, m in self.membership.members.items() if m.place >= 0]
@@ -583,8 +585,8 @@ class Lifeline:
             self._mark_leaving(int(message["retire"]), str(message["reason"]))
         elif "notice" in message:
             self._notices.setdefault(node, Notice(str(message["notice"]), time.monotonic()))
-        elif "signs" in message:
-            self._reports[node] = HeartbeatReport(message["attempt"], message["signs"])
+        elif "heartbeats" in message:
+            self._reports[node] = HeartbeatReport(message["attempt"], message["heartbeats"])
         elif "failure" in message:
             self.agree_on_failure(message["attempt"], Failure(**message["failure"]))
         elif "lost" in message:
@@ -621,12 +623,12 @@ class Lifeline:
         for attempt, fields in message["rounds"]:
             self._take_newer_round(attempt, Round.from_fields(fields))
 
-    def _take_newer_round(self, attempt: int, told: Round) -> None:
+    def _take_newer_round(self, attempt: int, newer: Round) -> None:
         """Take a round, unless it is older than the one that is known: a node that has another
         parent may hear of them in another order."""
         known = self._rounds.get(attempt)
-        if known is None or told.number >= known.number:
-            self._take_round(attempt, told)
+        if known is None or newer.number >= known.number:
+            self._take_round(attempt, newer)
 
     def _welcome(self, node: int, message: Message) -> None:
         """Take in a node that has connected."""
@@ -658,7 +660,7 @@ class Lifeline:
         of_attempts: list[tuple[str, dict[int, Any]]] = [
             ("round", {a: asdict(r) for a, r in self._rounds.items()}),
             ("failure", {a: asdict(f) for a, f in self._failures.items()}),
-            ("stuck", dict(self._hung_ranks)),
+            ("hung", dict(self._hung_ranks)),
             ("ended", dict(self._ended)),
         ]
         return [
@@ -673,8 +675,8 @@ class Lifeline:
         """Keep what the leader decided."""
         if "failure" in message:
             self._failures.setdefault(message["attempt"], Failure(**message["failure"]))
-        elif "stuck" in message:
-            self._hung_ranks[message["attempt"]] = HungRank(*message["stuck"])
+        elif "hung" in message:
+            self._hung_ranks[message["attempt"]] = HungRank(*message["hung"])
         elif "round" in message:
             self._take_newer_round(message["attempt"], Round.from_fields(message["round"]))
         elif "leader" in message:
@@ -686,8 +688,8 @@ class Lifeline:
         elif "tell" in message:
             self._send_to_leader(self._make_knowledge())
         elif "assign" in message:
-            told = SlotAssignment(*message["assign"])
-            self._assignment = told._replace(slots=tuple(told.slots))
+            given = SlotAssignment(*message["assign"])
+            self._assignment = given._replace(slots=tuple(given.slots))
         elif "stop" in message:
             self.stop_reason = str(message["stop"])
         elif "resigned" in message:
@@ -714,9 +716,9 @@ class Lifeline:
         """Take in a node, or what it says of itself. It need not know that it is to leave."""
         with self._lock:
             known = self.membership.members.get(member.node)
-            told = replace(member, leaving=known.leaving if known is not None else "")
-            if told != known:
-                self.membership = self.membership.add(told)
+            updated = replace(member, leaving=known.leaving if known is not None else "")
+            if updated != known:
+                self.membership = self.membership.add(updated)
                 self._is_unsent = True
 
     def _change_membership(self, changed: Membership) -> None:

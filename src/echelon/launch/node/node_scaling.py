@@ -29,7 +29,11 @@ class ScaleAnswer:
     before: int = 0
     """Nodes that run ranks, without those that are about to leave."""
     leaving: tuple[str, ...] = ()
-    """Hosts that leave."""
+    """The hosts of the nodes that leave. Another node may stay on one of them."""
+    leaving_nodes: tuple[int, ...] = ()
+    """The numbers of these nodes."""
+    vacated_hosts: tuple[str, ...] = ()
+    """Hosts of the run's own job on which no node of that job is left."""
     joining: tuple[str, ...] = ()
     """Hosts of spares that are given ranks."""
     missing: int = 0
@@ -43,8 +47,11 @@ class ScaleAnswer:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> ScaleAnswer:
         """Return the answer with the fields that `to_json` made of it."""
-        parts = {key: tuple(fields[key]) for key in ("leaving", "joining")}
+        parts = {key: tuple(fields[key]) for key in _TUPLES}
         return cls(**{**fields, **parts, "faults": tuple(Fault(*f) for f in fields["faults"])})
+
+
+_TUPLES = ("leaving", "leaving_nodes", "vacated_hosts", "joining")
 
 
 def scale_nodes(lifeline: Lifeline, count: int, limits: ScaleLimits) -> ScaleAnswer:
@@ -63,13 +70,20 @@ def scale_nodes(lifeline: Lifeline, count: int, limits: ScaleLimits) -> ScaleAns
         lifeline.retire(member.node, f"scaled to {count} node{'s' * (count > 1)}")
     joining = spares[: max(0, count - len(staying))]
     missing = max(0, count - len(staying) - len(joining))
+    own_hosts = {m.host for m in leaving if not m.is_added}
+    kept_hosts = {
+        m.host
+        for m in known.members.values()
+        if m not in leaving and not m.leaving and not m.is_added
+    }
     return ScaleAnswer(
-        (),
-        len(staying),
-        tuple(m.host for m in leaving),
-        tuple(m.host for m in joining),
-        missing,
-        lifeline.reserve_nodes(missing) if missing else 0,
+        before=len(staying),
+        leaving=tuple(m.host for m in leaving),
+        leaving_nodes=tuple(m.node for m in leaving),
+        vacated_hosts=tuple(sorted(own_hosts - kept_hosts)),
+        joining=tuple(m.host for m in joining),
+        missing=missing,
+        first_node=lifeline.reserve_nodes(missing) if missing else 0,
     )
 
 

@@ -102,8 +102,8 @@ class RankReplacement:
         """Present on the node that leads."""
         self._formed_number = -1
         """Of a round that is known to be formed, though the store does not know it."""
-        self._ending_nodes: dict[int, str] = {}
-        """Node that was released, and whose ranks have yet to end → its host."""
+        self._ending_nodes: set[int] = set()
+        """Nodes that were released, and whose ranks have yet to end."""
         self._recorder = RoundRecorder(run, time.monotonic())
         self._first_incarnation = first_incarnation
         self._incarnations: dict[int, int] = {}
@@ -323,13 +323,17 @@ class RankReplacement:
         known = self._lifeline.membership
         hosts = [m.host for m in known.members.values()]
         leader = known.members[known.leader].host
-        about = {"epoch": known.epoch, "leader": leader, "hosts": hosts}
-        about |= {"ending_hosts": list(self._ending_nodes.values())}
+        about = {
+            "epoch": known.epoch,
+            "leader": leader,
+            "nodes": [*known.members],
+            "hosts": hosts,
+            "ending_nodes": sorted(self._ending_nodes),
+            "lost_hosts": known.lost_hosts,
+        }
         with contextlib.suppress(OSError):  # the disk may be full
             # Not into the status, which rank 0 may be writing now.
-            write_json_atomically(
-                self._run.membership_file, about | {"lost_hosts": known.lost_hosts}
-            )
+            write_json_atomically(self._run.membership_file, about)
 
     def _fill_vacancies(self, keeper: RoundKeeper) -> None:
         """Give the ranks of nodes that are gone to spares."""
@@ -386,7 +390,7 @@ class RankReplacement:
         those of the next one."""
         lifeline, current = self._lifeline, set(keeper.current.slots)
         if ended := [n for n in self._ending_nodes if not lifeline.is_connected(n)]:
-            self._ending_nodes = {n: h for n, h in self._ending_nodes.items() if n not in ended}
+            self._ending_nodes.difference_update(ended)
             self._write_membership()
         leaving = [m for _, m in sorted(lifeline.membership.members.items()) if m.leaving]
         others = [m for m in leaving if m.node != lifeline.own.node]
@@ -396,7 +400,7 @@ class RankReplacement:
             if not current & set(member.slots) and member not in serving:
                 lifeline.void_replacements(self._attempt, member.slots)
                 lifeline.release(member.node)
-                self._ending_nodes[member.node] = member.host
+                self._ending_nodes.add(member.node)
                 self._write_membership()
         holders = [m for m in others if current & set(m.slots)] or serving
         if not leaving or lifeline.stop_reason or not self.can_replace():
@@ -434,6 +438,7 @@ def _describe_leaving(member: Member) -> str:
 def describe_loss(failure: Failure) -> str:
     """One sentence about a rank or a node that is lost while the others go on."""
     at = "before its first step" if failure.step is None else f"after step {failure.step}"
-    if failure.exit == ExitCode.NODE_LOST:
-        return f"lost {failure.summary}" + ("" if failure.step is None else f"; {at}")
+    if failure.exit == ExitCode.NODE_LOST:  # a new leader does not know its step
+        when = "" if failure.step is None else f" {at}"
+        return f"lost a node{when}: {failure.summary}"
     return f"lost rank {failure.rank} on {failure.host} {at}: {failure.summary}"
