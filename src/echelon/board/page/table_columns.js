@@ -377,6 +377,7 @@ export function makeGroupCell(cell, column) {
     name.textContent = said.name || "";
     text.textContent = said.text;
     std.textContent = said.std || "";
-    cell.classList.toggle("none", said.text === "–" || Boolean(said.isSoft));
+    cell.classList.toggle("none", said.text === "–");
+    cell.classList.toggle("soft", Boolean(said.isSoft));
   };
 }
