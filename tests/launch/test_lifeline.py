@@ -161,8 +161,12 @@ def nodes(count: int, silence_s: float = 5.0) -> Iterator[tuple[list[Lifeline], 
             f"127.0.0.1:{port}", KEY, count, ended.append, lambda address: "there"
         )
     until(lambda: len(made[0].membership.members) == count)
-    made[0].set_survival(True)
-    until(lambda: all(m.membership.survives and m.membership == made[0].membership for m in made))
+    made[0].set_can_lose_nodes(True)
+    until(
+        lambda: all(
+            m.membership.can_lose_nodes and m.membership == made[0].membership for m in made
+        )
+    )
     yield made, ended
     for each in made:
         each._is_over = True
@@ -243,7 +247,7 @@ def test_half_of_the_nodes_go_on_with_the_leader_alone(present: set[int], may: b
 
 def test_a_node_leaves_on_purpose_and_is_not_lost() -> None:
     with nodes(3) as (made, ended):
-        made[1].retire(2, "too slow")  # any node may ask for it
+        made[1].ask_to_leave(2, "too slow")  # any node may ask for it
         until(lambda: all(m.membership.members[2].leaving == "too slow" for m in made))
         assert made[0].membership.find_spare(1) is None
         made[0].release(2)
@@ -253,7 +257,7 @@ def test_a_node_leaves_on_purpose_and_is_not_lost() -> None:
         until(lambda: made[0].committed == made[0].membership)
         assert made[0].membership.left_nodes == (2,)
         assert made[0].membership.lost_hosts == ()
-        assert made[0].list_vacancies() == ((2, (2,)),)
+        assert made[0].list_free_places() == ((2, (2,)),)
         assert made[0].take_lost_nodes() == []
         assert made[0].find_failure(0) is None
         assert ended == []
@@ -263,7 +267,7 @@ def test_a_leader_that_is_to_leave_resigns_and_stays_a_member_until_it_is_releas
     with nodes(3) as (made, ended):
         made[0].set_wanted_nodes(2)
         made[0].announce_round(0, Round(3, (0, 1, 2)))
-        made[2].retire(0, "maintenance")
+        made[2].ask_to_leave(0, "maintenance")
         until(lambda: all(m.membership.members[0].leaving for m in made))
         assert made[0].resign()
         until(lambda: made[1].is_leader)
@@ -286,7 +290,7 @@ def test_a_leader_that_is_to_leave_resigns_and_stays_a_member_until_it_is_releas
 
 def test_nobody_resigns_where_nobody_else_may_lead() -> None:
     with nodes(2) as (made, _):
-        made[0].retire(1, "maintenance")
+        made[0].ask_to_leave(1, "maintenance")
         until(lambda: made[0].membership.members[1].leaving)
         assert not made[0].resign()
         assert made[0].is_leader
@@ -294,20 +298,20 @@ def test_nobody_resigns_where_nobody_else_may_lead() -> None:
 
 def test_a_leaving_node_that_is_lost_is_lost() -> None:
     with nodes(3) as (made, _):
-        made[0].retire(2, "maintenance")
+        made[0].ask_to_leave(2, "maintenance")
         until(lambda: made[1].membership.members[2].leaving)
         kill(made[2])
         [lost] = until(made[0].take_lost_nodes)
         assert lost.member.node == 2
-        assert made[0].list_vacancies() == ((2, (2,)),)
+        assert made[0].list_free_places() == ((2, (2,)),)
 
 
 def test_vacant_places_are_known_to_the_next_leader() -> None:
     with nodes(4) as (made, _):
         kill(made[3])
         until(made[0].take_lost_nodes)
-        until(lambda: made[1].membership.vacancies)
+        until(lambda: made[1].membership.free_places)
         kill(made[0])
         until(lambda: made[1].is_leader)
         until(made[1].take_lost_nodes)
-        assert sorted(made[1].list_vacancies()) == [(0, (0,)), (3, (3,))]
+        assert sorted(made[1].list_free_places()) == [(0, (0,)), (3, (3,))]

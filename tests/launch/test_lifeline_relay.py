@@ -130,7 +130,7 @@ def open_tree(
         for numbers in (first, later):
             tree.join(numbers)
             tree.settle(len(tree.nodes))
-        tree.leader.set_survival(True)
+        tree.leader.set_can_lose_nodes(True)
         tree.wait_until_all_know(set(tree.nodes))
         yield tree
     finally:
@@ -225,7 +225,7 @@ def test_a_relay_of_another_process_is_stopped_or_killed(how: signal.Signals) ->
             tree.settle(COUNT)
             own = tree.leader.membership.members[1].lifeline
             until(lambda: any(n._leader and n._leader.parent == own for n in tree.nodes.values()))
-            tree.leader.set_survival(True)
+            tree.leader.set_can_lose_nodes(True)
             tree.wait_until_all_know(set(range(COUNT)))
             os.kill(process, how)
             [lost] = until(tree.leader.take_lost_nodes)

@@ -59,7 +59,7 @@ from echelon.utils.sockets import shut_connections_to_port
 from echelon.world.network_key import KEY_VARIABLE
 from echelon.world.rounds import (
     AGENT_STOPS_VARIABLE,
-    INCARNATION_VARIABLE,
+    REPLACEMENT_NUMBER_VARIABLE,
     Round,
     write_round_file,
 )
@@ -232,7 +232,7 @@ class NodeAgent(SimpleElasticAgent):
             Worker(local_rank, slot, slot, size, size)
             for local_rank, slot in enumerate(assignment.slots)
         ]
-        self._begin_attempt(group, assignment.world_size, assignment.first_incarnation)
+        self._begin_attempt(group, assignment.world_size, assignment.first_replacement_number)
         self._remaining_restarts = 0
         self._lost_ranks = set(self._ranks)
         self._exit_codes = dict.fromkeys(self._ranks, -int(signal.SIGKILL))
@@ -258,7 +258,7 @@ class NodeAgent(SimpleElasticAgent):
         return {local_rank: str(pid) for local_rank, pid in self._pids.items()}
 
     def _begin_attempt(
-        self, group: WorkerGroup, world_size: int, first_incarnation: int = 0
+        self, group: WorkerGroup, world_size: int, first_replacement_number: int = 0
     ) -> None:
         """Forget what was of an earlier attempt. `world_size` is that of the first round."""
         self._pids, self._exit_codes, self._unsignalled_ranks = {}, {}, []
@@ -272,7 +272,7 @@ class NodeAgent(SimpleElasticAgent):
         self._lost_ranks, self._hang_failures = set(), {}
         self._has_copied_keys = False
         self._lifeline.begin_attempt(self._attempt, self._ranks.values(), self._place)
-        self._replacement = self._make_replacement(world_size, first_incarnation)
+        self._replacement = self._make_replacement(world_size, first_replacement_number)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look at the workers once; torch's agent calls this twenty times a second.
@@ -339,7 +339,7 @@ class NodeAgent(SimpleElasticAgent):
         if cause is not None:
             self._close_rounds()
             has_lost_nodes = self._lifeline.membership.has_lost_nodes
-            self._lifeline.set_survival(False)
+            self._lifeline.set_can_lose_nodes(False)
             self._kill_all_workers()  # peers of a dead rank only wait, and would blame each other
             self.failure = self._lifeline.agree_on_failure(self._attempt, cause)
             if has_lost_nodes and self._remaining_restarts:
@@ -554,7 +554,9 @@ class NodeAgent(SimpleElasticAgent):
         if self._replacement is not None:
             self._replacement.close()
 
-    def _make_replacement(self, world_size: int, first_incarnation: int) -> RankReplacement | None:
+    def _make_replacement(
+        self, world_size: int, first_replacement_number: int
+    ) -> RankReplacement | None:
         limits = self._job.limits
         if self._job.program or not limits.max_losses or world_size == 1:
             return None
@@ -567,7 +569,7 @@ class NodeAgent(SimpleElasticAgent):
             limits,
             run,
             self._judge,
-            first_incarnation,
+            first_replacement_number,
         )
 
     def _replace_lost_ranks(self, replacement: RankReplacement, group: WorkerGroup) -> None:
@@ -605,9 +607,9 @@ class NodeAgent(SimpleElasticAgent):
         """Say whether the ranks could go on without a node, and end them where the leader asks for
         it since too few nodes are left."""
         if self._lifeline.is_leader:
-            self._lifeline.set_survival(replacement.can_replace())
+            self._lifeline.set_can_lose_nodes(replacement.can_replace())
         if self._standby_store is not None and not self._has_copied_keys:
-            self._has_copied_keys = self._lifeline.membership.survives
+            self._has_copied_keys = self._lifeline.membership.can_lose_nodes
             if self._has_copied_keys:
                 replacement.copy_shared_keys(self._standby_store)
         self._report_notice()
@@ -682,8 +684,8 @@ class NodeAgent(SimpleElasticAgent):
             self._unsignalled_ranks.remove(local_rank)
         self._heartbeat_watch.clear(local_rank)
         request = self._make_spawn_request(worker, group)
-        incarnation = replacement.begin_incarnation(worker.global_rank)
-        request.variables[INCARNATION_VARIABLE] = str(incarnation)
+        replacement_number = replacement.number_replacement(worker.global_rank)
+        request.variables[REPLACEMENT_NUMBER_VARIABLE] = str(replacement_number)
         with contextlib.suppress(ForkServerGone):  # the exit codes show it
             self._fork_server.request_worker(request)
 
@@ -864,8 +866,8 @@ class NodeAgent(SimpleElasticAgent):
     def _may_be_spared(self) -> bool:
         """Whether the others could go on without this node."""
         known = self._lifeline.membership
-        return known.survives and any(
-            m.node != self._lifeline.own.node for m in known.list_holders()
+        return known.can_lose_nodes and any(
+            m.node != self._lifeline.own.node for m in known.list_nodes_with_ranks()
         )
 
     def _report_notice(self) -> None:

@@ -99,7 +99,7 @@ class Lifeline:
         self._on_ended: Callable[[Failure], None] = lambda failure: None
         self._lock = threading.RLock()
         self._is_over = False
-        self._pledges: dict[int, Message] = {}
+        self._votes: dict[int, Message] = {}
         """Node → how it introduced itself to this one, which does not lead yet."""
         self.is_electing = False
         """Whether the leader is lost or has resigned, and no other one found yet."""
@@ -332,16 +332,16 @@ class Lifeline:
         taken = [self._losses.popleft() for _ in range(len(self._losses))]
         return [loss for of_attempt, loss in taken if of_attempt == attempt]
 
-    def report_replacement(self, attempt: int, slot: int, incarnation: int) -> None:
+    def report_replacement(self, attempt: int, slot: int, replacement_number: int) -> None:
         """Tell the leader that a replacement of this rank was started, and which one it is."""
-        self._own_reports.replacements.setdefault(attempt, {})[slot] = incarnation
-        self._send_to_leader({"replacement": [slot, incarnation], "attempt": attempt})
+        self._own_reports.replacements.setdefault(attempt, {})[slot] = replacement_number
+        self._send_to_leader({"replacement": [slot, replacement_number], "attempt": attempt})
 
     def get_replacements(self, attempt: int) -> dict[int, int]:
         """Return the newest replacement of every rank that had one, on the leader."""
         return dict(self._replacements.get(attempt, {}))
 
-    def void_replacements(self, attempt: int, slots: Iterable[int]) -> None:
+    def discard_replacements(self, attempt: int, slots: Iterable[int]) -> None:
         """On the leader: forget the replacements of ranks whose node is lost or leaves, as they go
         with it."""
         for slot in slots:
@@ -369,11 +369,13 @@ class Lifeline:
 
     # --- nodes that are lost and spares; see `rank_replacement.py` ---
 
-    def set_survival(self, survives: bool) -> None:
+    def set_can_lose_nodes(self, can_lose_nodes: bool) -> None:
         """On the leader: say whether the ranks could go on without a node."""
         with self._lock:
-            if self.is_leader and survives != self.membership.survives:
-                self._change_membership(replace(self.membership, survives=survives, epoch=-1))
+            if self.is_leader and can_lose_nodes != self.membership.can_lose_nodes:
+                self._change_membership(
+                    replace(self.membership, can_lose_nodes=can_lose_nodes, epoch=-1)
+                )
 
     def take_lost_nodes(self) -> list[LostNode]:
         """Return the nodes that were lost since the last call, on the leader, once a quorum has
@@ -402,11 +404,11 @@ class Lifeline:
         its ranks have ended."""
         return self._server is not None and node in self._server.nodes
 
-    def list_vacancies(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    def list_free_places(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """On the leader: return the places that no node has, each with its slots, once every loss
         of a node was taken."""
         with self._lock:
-            return () if self._lost_nodes else self.membership.vacancies
+            return () if self._lost_nodes else self.membership.free_places
 
     def request_stop(self, reason: str) -> None:
         """On the leader: have all ranks save and end, as at a stop signal."""
@@ -415,11 +417,11 @@ class Lifeline:
 
     # --- nodes that leave on purpose; see `rank_replacement.py` ---
 
-    def retire(self, node: int, reason: str) -> None:
+    def ask_to_leave(self, node: int, reason: str) -> None:
         """Have a node leave on purpose; any node may ask for it. From a step boundary on the others
         go on without its ranks, which a spare takes over, if there is one. `reason` is shown to
-        people: "too slow". While no node can be spared (`membership.survives`), it stays."""
-        self._send_to_leader({"retire": node, "reason": reason})
+        people: "too slow". While no node can be spared (`membership.can_lose_nodes`), it stays."""
+        self._send_to_leader({"ask_to_leave": node, "reason": reason})
 
     def _mark_leaving(self, node: int, reason: str) -> None:
         with self._lock:
@@ -521,7 +523,7 @@ class Lifeline:
     def find_end(self, attempt: int) -> int | None:
         """Return the exit code of the world, once the ranks of every node have ended well."""
         done = self._done.get(attempt, {})
-        holders = [m.node for m in self.membership.list_holders()]
+        holders = [m.node for m in self.membership.list_nodes_with_ranks()]
         is_end = self.is_leader and attempt not in self._ended and holders
         if is_end and all(node in done for node in holders):
             self._ended[attempt] = max(done.values())
@@ -570,7 +572,7 @@ class Lifeline:
         would follow it."""
         if "node" in message:
             if not self.is_leader:
-                self._take_pledge(node, message)
+                self._take_vote(node, message)
                 return
             self._welcome(node, message)
         elif "knowledge" in message:
@@ -581,8 +583,8 @@ class Lifeline:
             self._accept(node, int(message["accepted"]))
         elif "member" in message:
             self._add_member(Member.from_fields(message["member"]))
-        elif "retire" in message:
-            self._mark_leaving(int(message["retire"]), str(message["reason"]))
+        elif "ask_to_leave" in message:
+            self._mark_leaving(int(message["ask_to_leave"]), str(message["reason"]))
         elif "notice" in message:
             self._notices.setdefault(node, Notice(str(message["notice"]), time.monotonic()))
         elif "heartbeats" in message:
@@ -595,8 +597,8 @@ class Lifeline:
                 self._replacements.get(message["attempt"], {}).pop(slot, None)
             self._losses.append((message["attempt"], loss))
         elif "replacement" in message:
-            slot, incarnation = message["replacement"]
-            self._replacements.setdefault(message["attempt"], {})[slot] = incarnation
+            slot, replacement_number = message["replacement"]
+            self._replacements.setdefault(message["attempt"], {})[slot] = replacement_number
         elif "done" in message:
             self._done.setdefault(message["attempt"], {})[node] = int(message["done"])
         elif "ending" in message:
@@ -640,7 +642,7 @@ class Lifeline:
                     self._server.send(node, {"released": True})
                 return
             is_late = member.place >= 0 and is_new
-            if is_late and self.membership.survives and self._server is not None:
+            if is_late and self.membership.can_lose_nodes and self._server is not None:
                 self._server.drop(node)  # its ranks count as lost: it has to end
                 return
             self._add_member(member)
@@ -649,7 +651,7 @@ class Lifeline:
         epoch, leader = message["knows"]
         if leader == self.own.node:  # its word of that may have been lost with its relay
             self._accept(node, epoch)
-        if self._server is not None and node not in self._pledges:
+        if self._server is not None and node not in self._votes:
             for decision in self._list_decisions():
                 self._server.send(node, decision)
             if not self._is_unsent:
@@ -731,7 +733,7 @@ class Lifeline:
         """Send the membership if it has changed. Joins are sent together, four times a second;
         those of the beginning once all train, since nobody needs them before."""
         with self._lock:
-            is_needed = self.membership.survives or self._committed.survives
+            is_needed = self.membership.can_lose_nodes or self._committed.can_lose_nodes
             if self.is_leader and self._is_unsent and is_needed:
                 self._is_unsent = False
                 self._send_membership()
@@ -791,7 +793,7 @@ class Lifeline:
     def _on_node_lost(self, node: int, how: str) -> None:
         """A node has gone without a goodbye."""
         with self._lock:
-            self._pledges.pop(node, None)
+            self._votes.pop(node, None)
             member = self.membership.members.get(node)
             if self._is_over or not self.is_leader or member in (None, self.own):
                 return
@@ -800,9 +802,9 @@ class Lifeline:
             present = {self.own.node, *(self._server.nodes if self._server else ())}
             failure = self._make_node_failure(member, how)
             is_spare = member.place < 0
-            if not before.survives and not is_spare:
+            if not before.can_lose_nodes and not is_spare:
                 self.end_every_attempt(failure)
-            elif before.survives and not self._committed.has_quorum(present):
+            elif before.can_lose_nodes and not self._committed.has_quorum(present):
                 self.is_isolated = True
                 self.end_every_attempt(_explain_isolation(failure, self._committed, len(present)))
             else:
@@ -831,8 +833,8 @@ class Lifeline:
             if self.is_electing and not was_waiting:
                 return  # the election goes on with the next node
             before = self.membership
-            self.is_electing = before.survives
-        if before.leader < 0 or not before.survives:
+            self.is_electing = before.can_lose_nodes
+        if before.leader < 0 or not before.can_lose_nodes:
             first = before.members.get(before.leader) or self._leading_member
             self._end(make_node_lost_failure(first, how, self._report.heartbeats or []))
             return
@@ -867,7 +869,7 @@ class Lifeline:
                 return
         self.is_isolated = True
         failure = make_node_lost_failure(lost, how, self._report.heartbeats or [])
-        self._end(_explain_isolation(failure, before, 1 + len(self._pledges)))
+        self._end(_explain_isolation(failure, before, 1 + len(self._votes)))
 
     def _try_to_follow(self, candidate: Member) -> bool:
         """Connect to a node and wait until it leads; returns whether it does."""
@@ -886,7 +888,7 @@ class Lifeline:
             if leads and self._leader is connection:
                 self.leader_changes += 1
                 self.is_electing = False
-                self._pledges.clear()
+                self._votes.clear()
                 return True
             self._leader = None
         connection.close()
@@ -900,7 +902,7 @@ class Lifeline:
             self._server.ask_for_introductions()
         while time.monotonic() < deadline:
             time.sleep(_POLL_S)
-            newest, present = self.membership, {self.own.node, *self._pledges}
+            newest, present = self.membership, {self.own.node, *self._votes}
             if self._ask_for_knowledge() or not newest.has_quorum(present):
                 continue
             late_deadline = min(late_deadline, time.monotonic() + _LATE_NODES_S)
@@ -911,23 +913,23 @@ class Lifeline:
 
     def _ask_for_knowledge(self) -> bool:
         """Ask a node that knows more than this one to tell it; returns whether there is one."""
-        for node, pledge in list(self._pledges.items()):
+        for node, vote in list(self._votes.items()):
             rounds = {a: r.number for a, r in self._rounds.items()}
-            is_ahead = any(number > rounds.get(a, -1) for a, number in pledge["rounds"])
-            if is_ahead or pledge["knows"][0] > self.membership.epoch:
+            is_ahead = any(number > rounds.get(a, -1) for a, number in vote["rounds"])
+            if is_ahead or vote["knows"][0] > self.membership.epoch:
                 now = time.monotonic()
-                if self._server is not None and now > pledge.get("asked", 0.0) + _ASK_INTERVAL_S:
-                    pledge["asked"] = now
+                if self._server is not None and now > vote.get("asked", 0.0) + _ASK_INTERVAL_S:
+                    vote["asked"] = now
                     self._server.send(node, {"tell": True})
                 return True
         return False
 
-    def _take_pledge(self, node: int, message: Message) -> None:
+    def _take_vote(self, node: int, message: Message) -> None:
         """A node would follow this one. Where that happens to a node that waits for word of a new
         leader, it is the one that is to lead."""
         if node == self.own.node:
             return
-        self._pledges[node] = message
+        self._votes[node] = message
         with self._lock:
             is_called = self._is_waiting and not self._is_candidate
             self._is_candidate = self._is_candidate or is_called
@@ -940,8 +942,8 @@ class Lifeline:
 
     def _lead(self, before: Membership, present: set[int], how: str) -> bool:
         """Have a quorum accept this node as the leader; returns whether it does."""
-        pledges = {n: p for n, p in list(self._pledges.items()) if n in present}
-        here = [Member.from_fields(p["member"]) for p in pledges.values()] + [self.own]
+        votes = {n: v for n, v in list(self._votes.items()) if n in present}
+        here = [Member.from_fields(v["member"]) for v in votes.values()] + [self.own]
         gone = [m for m in before.members.values() if m.node not in present]
         epoch = before.epoch + 1
         with self._lock:
@@ -951,7 +953,7 @@ class Lifeline:
             for member in here:
                 self._add_member(member)
             self.membership = replace(
-                self.membership, epoch=epoch, leader=self.own.node, survives=True
+                self.membership, epoch=epoch, leader=self.own.node, can_lose_nodes=True
             )
             self._is_unsent = False
         self._sent.clear()
@@ -979,9 +981,9 @@ class Lifeline:
             self._server.is_root = True
         for message in self._own_reports.to_messages():
             self._handle_from_node(self.own.node, message)
-        for node, pledge in pledges.items():
-            self._welcome(node, pledge)
-        self._pledges.clear()
+        for node, vote in votes.items():
+            self._welcome(node, vote)
+        self._votes.clear()
         for decision in self._list_decisions():
             self._send_to_all(decision)
         return True

@@ -43,7 +43,7 @@ class SlotAssignment(NamedTuple):
     slots: tuple[int, ...]
     world_size: int
     """Of the first round; slots may be beyond it."""
-    first_incarnation: int
+    first_replacement_number: int
     """Its replacements count from here, so that none is taken for one of the lost node."""
 
 

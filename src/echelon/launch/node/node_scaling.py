@@ -58,16 +58,16 @@ def scale_nodes(lifeline: Lifeline, count: int, limits: ScaleLimits) -> ScaleAns
     """On the leader: have so many nodes run ranks. The last ones leave, or spares and nodes that
     come later are given ranks."""
     known = lifeline.membership
-    holders = sorted(known.list_holders(), key=lambda m: m.node)
+    holders = sorted(known.list_nodes_with_ranks(), key=lambda m: m.node)
     staying = [m for m in holders if not m.leaving]
     spares = [m for m in known.members.values() if m.is_spare]
     if faults := _find_faults(lifeline, count, limits):
         return ScaleAnswer(tuple(faults), len(staying))
-    added = max(0, count - len(holders) - len(known.vacancies))
+    added = max(0, count - len(holders) - len(known.free_places))
     lifeline.set_wanted_nodes(count, added)
     leaving = staying[count:]
     for member in leaving:
-        lifeline.retire(member.node, f"scaled to {count} node{'s' * (count > 1)}")
+        lifeline.ask_to_leave(member.node, f"scaled to {count} node{'s' * (count > 1)}")
     joining = spares[: max(0, count - len(staying))]
     missing = max(0, count - len(staying) - len(joining))
     own_hosts = {m.host for m in leaving if not m.is_added}
@@ -89,7 +89,7 @@ def scale_nodes(lifeline: Lifeline, count: int, limits: ScaleLimits) -> ScaleAns
 
 def _find_faults(lifeline: Lifeline, count: int, limits: ScaleLimits) -> list[Fault]:
     known, faults = lifeline.membership, []
-    if not known.survives:
+    if not known.can_lose_nodes:
         why = "it has not begun to train, or ends, or its state cannot be handed on (NCCL)"
         faults.append(
             Fault(

@@ -50,7 +50,7 @@ class RoundKeeper:
         """Whether ranks were lost too often without a step between."""
         return self._losses_in_row > self.max_losses
 
-    def let_go(self, slots: Collection[int], reason: str) -> Round | None:
+    def plan_without(self, slots: Collection[int], reason: str) -> Round | None:
         """Return the planned round without slots whose node leaves on purpose; None where nobody
         would be left."""
         remaining = tuple(s for s in self.current.slots if s not in slots)
@@ -58,7 +58,7 @@ class RoundKeeper:
             return None
         return self._begin(remaining, is_planned=True, reason=f"{reason}; {_go_on(remaining)}")
 
-    def take_back(self, slots: Collection[int]) -> Round:
+    def plan_with(self, slots: Collection[int]) -> Round:
         """Return the round to which these replacements, and ranks beyond those of the start, belong
         as well."""
         members = tuple(sorted({*self.current.slots, *slots}))
