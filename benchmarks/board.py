@@ -8,6 +8,11 @@ when the command does, and ends one frame after the page shows what was asked fo
 * start: `echelon board ROOT` until the page shows the table of 10,000 runs. Cold, nothing is known
   of the runs (no index), and their contents must be read from the disk; warm, a board was there
   before. The peers of `board_peers.py` take turns with it, on the same runs.
+* curves: 50 of a million points, drawn and zoomed (`board_curves.py`).
+* delay and cost: trainings that are watched (`board_live.py`).
+* memory: of the server, and of the browser's process that has the page.
+
+Data are made once, in build/board-benchmark.
 """
 
 from __future__ import annotations
@@ -24,8 +29,9 @@ from typing import NamedTuple
 
 from board_curves import measure_curves
 from board_data import drop_from_memory, find_long_runs, find_many_runs, forget_index
+from board_live import measure_cost, measure_delay
 from board_page import LIMIT_S, BenchmarkPage, open_page
-from board_peers import FilledPeer, describe_condition, find_filled_peers, run_peer
+from board_peers import FILL_S, FilledPeer, describe_condition, find_filled_peers, run_peer
 from common import HERE, Figure, Result, make_figure, proportional_megabytes
 
 sys.path.append(str(HERE.parent / "tests" / "helpers"))
@@ -34,6 +40,7 @@ from board_server import run_board
 ROUNDS, PEER_ROUNDS = 5, 3
 RUNS = 10_000
 CURVES, LINES = 50, 1_000_000
+TRAININGS = 100
 WARM_S, COLD_S, MEMORY_MB, OF_BEST_PEER = 0.5, 3.0, 300.0, 0.1
 OURS = "Echelon"
 HAS_ROWS = """
@@ -48,6 +55,7 @@ class Sizes(NamedTuple):
     runs: int = RUNS
     curves: int = CURVES
     lines: int = LINES
+    trainings: int = TRAININGS
     with_peers: bool = True
 
 
@@ -56,21 +64,47 @@ def measure(sizes: Sizes | None = None) -> Result:
     root = find_many_runs(sizes.runs)
     long_root = find_long_runs(sizes.curves, sizes.lines)
     peers, missing = find_filled_peers(root, sizes.runs) if sizes.with_peers else ([], {})
-    loads = [os.getloadavg()[0]]
+    figures: list[Figure] = []
+    loads: dict[str, float] = {}
     with open_page() as page:
-        starts = measure_starts(page, root, sizes, peers)
-        loads.append(os.getloadavg()[0])
-        curves = measure_curves(page, long_root, sizes.lines, sizes.rounds)
-        loads.append(os.getloadavg()[0])
+        parts: dict[str, Callable[[], list[Figure]]] = {
+            "start": lambda: measure_starts(page, root, sizes, peers, missing),
+            "curves": lambda: measure_curves(page, long_root, sizes.lines, sizes.rounds),
+            "delay": lambda: measure_delay(page, root),
+            "cost": lambda: measure_cost(page, root, sizes.trainings),
+        }
+        for name, part in parts.items():
+            loads[name] = round(os.getloadavg()[0], 1)
+            print(f"  {name}: load {loads[name]}", file=sys.stderr, flush=True)
+            try:
+                figures += part()
+            except (TimeoutError, RuntimeError) as error:  # the others are worth having
+                missing[name] = str(error)[:500]
     return {
         "config": {
             **sizes._asdict(),
             "load": loads,
-            "missing": missing | starts.failures,
             "peers": {p.peer.name: [p.peer.version, p.runs, p.fill_s] for p in peers},
+            "missing": missing,
+            "note": describe(loads, peers, missing),
         },
-        "figures": [*starts.figures, *curves],
+        "figures": figures,
     }
+
+
+def describe(loads: dict[str, float], peers: list[FilledPeer], missing: dict[str, str]) -> str:
+    """Return what stands below the table."""
+    versions = [f"{p.peer.name} {p.peer.version} ({p.runs:,} runs)" for p in peers]
+    busy = ", ".join(f"{load:g} ({name})" for name, load in loads.items())
+    said = [f"Processes that wanted to run beside each part when it began: {busy}."]
+    if versions:
+        said.append(
+            f"Peers: {', '.join(versions)}; each was given runs for {FILL_S:g} s through its own "
+            "library. MLflow and Aim show the first of their runs, and load more on scrolling; "
+            "TensorBoard shows no settings; Trackio has a list, and no table."
+        )
+    said += [f"Not measured: {name}, {why.splitlines()[0]}." for name, why in missing.items()]
+    return " ".join(said)
 
 
 # --- from the start to the table ----------------------------------------------------------------
@@ -82,17 +116,15 @@ class Start(NamedTuple):
     page_mb: float
 
 
-class Starts(NamedTuple):
-    figures: list[Figure]
-    failures: dict[str, str]
-
-
 def measure_starts(
-    page: BenchmarkPage, root: Path, sizes: Sizes, peers: list[FilledPeer]
-) -> Starts:
-    """Everybody in turns: cold and then warm."""
+    page: BenchmarkPage,
+    root: Path,
+    sizes: Sizes,
+    peers: list[FilledPeer],
+    failures: dict[str, str],
+) -> list[Figure]:
+    """Everybody in turns: cold and then warm. A peer that fails is noted, and left out."""
     found: dict[str, dict[str, list[Start]]] = {}
-    failures: dict[str, str] = {}
     contestants: dict[str, tuple[Path, Callable[[], Start]]] = {
         OURS: (root, lambda: start_board(page, root, sizes.runs))
     }
@@ -116,7 +148,7 @@ def measure_starts(
                 if name == OURS:
                     raise
                 failures[name] = str(error)[:500]
-    return Starts(list(list_start_figures(found, sizes.runs)), failures)
+    return list(list_start_figures(found, sizes.runs))
 
 
 def name_peer(filled: FilledPeer, runs: int) -> str:
@@ -187,9 +219,11 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--curves", type=int, default=CURVES)
     parser.add_argument("--lines", type=int, default=LINES)
+    parser.add_argument("--trainings", type=int, default=TRAININGS)
     parser.add_argument("--no-peers", action="store_true")
     given = parser.parse_args()
-    result = measure(Sizes(given.rounds, given.runs, given.curves, given.lines, not given.no_peers))
+    sizes = Sizes(given.rounds, given.runs, given.curves, given.lines, given.trainings)
+    result = measure(sizes._replace(with_peers=not given.no_peers))
     for row in result["figures"]:
         print(f"{row['what']:<78}{row['median']:>8} {row['unit']} [{row['min']}–{row['max']}]")
     print(json.dumps(result["config"], indent=1), file=sys.stderr)

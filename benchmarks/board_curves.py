@@ -22,7 +22,7 @@ sys.path.append(str(HERE.parent / "tests" / "helpers"))
 from board_server import run_board
 
 DRAWN_S, FRAME_MS, MEMORY_MB = 0.3, 50.0, 300.0
-BUILD_S = 600.0
+BUILD_S = 400.0
 FRAMES = 60
 COUNT_LINES = """
   let now = 0;
