@@ -241,7 +241,7 @@ def be_agents(pipe: Connection, nodes: list[int], count: int) -> None:
             wait_until(lambda: len(leader.membership.members) == count)
             pipe.send(time.monotonic())
         elif command == "survive":
-            leader.set_survival(True)
+            leader.set_can_lose_nodes(True)
             pipe.send(True)
         elif command == "reset":
             received.clear()

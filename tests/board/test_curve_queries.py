@@ -370,7 +370,12 @@ def test_curves_without_a_window_share_one(tmp_path: Path) -> None:
     """A short run beside a long one has as many pixels as it takes on the screen."""
     make_run(tmp_path, "long", [{"step": n, "loss": n % 7} for n in range(10_000)])
     make_run(tmp_path, "short", [{"step": n, "loss": n % 7} for n in range(1000)])
-    header, _ = ask(tmp_path, run=["long", "short"], metric="loss", width=100)
+    until = time.monotonic() + 60
+    while True:  # one answer waits for new lines for a quarter of a second
+        header, _ = ask(tmp_path, run=["long", "short"], metric="loss", width=100)
+        if [curve["count"] for curve in header["curves"]] == [10_000, 1000]:
+            break
+        assert time.monotonic() < until, header
     assert [curve["exact"] for curve in header["curves"]] == [False, False]
     assert header["curves"][1]["n"] <= 2 * 11 + 1
 

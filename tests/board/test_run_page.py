@@ -78,19 +78,24 @@ def test_what_a_run_was_and_what_became_of_it(root: Path) -> None:
 def test_faults_are_on_the_time_line(root: Path) -> None:
     run = make_run(root, "a", lines(), status={"state": "failed", "failure": {"rank": 1}})
     write_phases(run, (STARTED, None, 0, 40), launcher="ssh")
-    lost = RoundRecord(STARTED + 10, 1, 3, 9, 2.0, 0.1, (2,), (), "killed by SIGKILL", ("b",))
+    lost = RoundRecord(STARTED + 10, 1, 3, 9, 2.0, 0.1, (2,), (), "", ("b",))
+    reason = "lost rank 1 on b after step 10: killed by SIGKILL; going on with 2 processes"
     record_round(run, lost)
+    record_round(run, RoundRecord(STARTED + 11, 2, 2, 10, 2.0, 0.1, (1,), (), reason, ("b",)))
     record_bad_machine(run, BadMachine(STARTED + 12, "b", "2 faults", 11, True, "c"))
     (run.logs_folder / "hang-20231114-221500.txt").write_text("rank 0 stands here\n")
     details = get(root, "/api/run/0:a")["details"]
     kinds = {each["kind"]: each for each in details["timeline"]}
-    assert kinds["lost"]["text"].startswith("rank 2 lost: killed by SIGKILL; 3 processes go on")
-    assert kinds["lost"]["step"] == 9
+    lost_events = [each for each in details["timeline"] if each["kind"] == "lost"]
+    assert [(each["text"].rpartition("; ")[0], each["step"]) for each in lost_events] == [
+        ("rank 2 lost; 3 processes go on", 9),
+        (reason, 10),
+    ]
     assert "c took over" in kinds["machine"]["text"]
     assert kinds["fault"]["text"] == "killed"
     assert kinds["hang"]
     losses = {each["host"]: each["losses"] for each in details["machines"]}
-    assert losses == {"here": 0, "b": 1}
+    assert losses == {"here": 0, "b": 2}
     text = ask(
         Board([root]), run_page.ROUTES, "/api/run/0:a/file", name="logs/hang-20231114-221500.txt"
     )

@@ -9,46 +9,18 @@ from typing import Any
 
 import pytest
 from board_requests import ask, ask_until
+from board_sweeps import make_sweep, run_trials
 from run_folders import lines, make_run
 
 from echelon.board import sweep_pages
 from echelon.board.server import Board
 from echelon.commands.board import _read_sweep
-from echelon.sweep.sweep_folder import SweepFolder, SweepSettings
-from echelon.sweep.trial_store import TrialStore
-
-FILE = """\
-method: random
-metric: {name: loss, goal: minimize}
-run_cap: 12
-parameters:
-  experiment: {value: toy}
-  lr: {min: 0.001, max: 1.0}
-  samples: {values: [64, 128]}
-"""
 
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sweep_pages, "_reports", sweep_pages.SweepReports())
-
-
-def make_sweep(root: Path, name: str = "s") -> TrialStore:
-    pytest.importorskip("optuna")
-    metric = {"name": "loss", "goal": "minimize", "target": None}
-    sweep = SweepFolder(root / name)
-    sweep.write_files(SweepSettings([], [], metric, 12), FILE)
-    return TrialStore(sweep, "worker")
-
-
-def run_trials(store: TrialStore, count: int) -> None:
-    for _ in range(count):
-        leased = store.take_trial()
-        assert not isinstance(leased, bool)
-        value = abs(leased.parameters["lr"] - 0.3)
-        store.report_history(leased, [value + 1, value])
-        store.end_trial(leased, "finished")
 
 
 def get(board: Board, path: str) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from echelon.runs.metrics_file import read_metrics
 
 _TOLERANCE = 1e-4
 
@@ -29,8 +30,7 @@ def compare_curves(clean: Path, disturbed: Path, code: int) -> dict[str, Any]:
 def _read_numbers(folder: Path) -> dict[str, float]:
     """Return every number of the metrics by its step and name; one that stands twice is bad."""
     numbers: dict[str, float] = {}
-    for text in (folder / "runs" / "r" / "metrics.jsonl").read_text().splitlines():
-        line = json.loads(text)
+    for line in read_metrics(folder / "runs" / "r" / "metrics.jsonl"):
         for name in ("loss", "eval_loss"):
             if name in line:
                 key = f"{name} at {line['step']:06d}"

@@ -7,6 +7,9 @@ disk is full; by ssh the launcher is killed, by Slurm the controller is started 
 back after a while. The launcher is kept running as systemd or a loop of the shell would do it: the
 same command is started again, and continues. The run must end well by itself, with every step once
 and the numbers of the undisturbed run, and must leave no process behind.
+
+By Slurm the disk is full only where `--faults` says so: Slurm queues a job again whose first host
+was killed, and a job that begins on a full disk fails, which only a person can change.
 """
 
 from __future__ import annotations
@@ -53,9 +56,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    args.faults = args.faults or [name for name in FAULTS if name != _NOT_OF[args.launch]]
+    args.faults = args.faults or [name for name in FAULTS if name not in _NOT_OF[args.launch]]
     epochs = max(4, int(args.minutes * 60 / _STEP_S / 10))
-    kind = ClusterSlot().make_kind(accounting=False)
+    slot = ClusterSlot()  # kept: it is free again for others as soon as nobody refers to it
+    kind = slot.make_kind(accounting=False)
     was_up = slurm_cluster.is_up(kind)
     cluster = slurm_cluster.start(kind)
     try:
@@ -273,7 +277,7 @@ FAULTS: dict[str, Callable[[_Scene, str], bool]] = {
     "kill-launcher": _kill_launcher,
     "restart-controller": _restart_controller,
 }
-_NOT_OF = {"ssh": "restart-controller", "slurm": "kill-launcher"}
+_NOT_OF = {"ssh": ("restart-controller",), "slurm": ("kill-launcher", "fill-disk")}
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def test_a_run_by_ssh_grows_beyond_its_start(command_line: CommandLine, clean_ru
     started = start_by_ssh(command_line, "launch.spares=1", "pause_s=0.3")
     hosts = command_line.cluster.nodes
     assert scale(command_line, 3)["joining"] == [hosts[2]]
-    joined = "rank 2 replaced: 3 processes"
+    joined = "rank 2 added: 3 processes"
     is_over = started.process.poll
     until(
         lambda: joined in started.read_output() or is_over() is not None, START_S, "it has joined"
@@ -191,7 +191,7 @@ def test_a_run_by_ssh_grows_beyond_its_start(command_line: CommandLine, clean_ru
 def grow_by_a_job(command_line: CommandLine, count: int) -> str:
     """Scale to so many nodes, and wait until a further job has joined; returns its number."""
     log = command_line.run().get_node_log_file(0)
-    joined = f"replaced: {count} processes"
+    joined = f": {count} processes"
     times = log.read_text().count(joined)
     told = scale(command_line, count)
     assert told["starting"] == 1
@@ -237,12 +237,18 @@ def test_a_further_job_may_be_taken_away_and_ends_with_the_run(command_line: Com
     log = command_line.run().get_node_log_file(0)
     until(lambda: "rank 2): it was sent SIGTERM" in log.read_text(), START_S, "it has left")
     command_line.wait_for_more()
-    grow_by_a_job(command_line, 3)
+    further = grow_by_a_job(command_line, 3)
+    job, added = command_line.job(), command_line.hosts(further)
+    hosts = command_line.hosts(job)
+    told = scale(command_line, 2)  # its node may be on a host of the run's own job
+    assert (told["left"], told["given_back_to_slurm"]) == (added, False)
+    assert command_line.hosts(job) == hosts
+    command_line.wait_for_more()
     assert command_line.type("cancel", "a").code == ExitCode.OK
     started.wait()
     run = command_line.run()
     until(lambda: run.read_status_file()["state"] == "preempted", START_S, "it is saved")
     assert run.find_newest_step() == command_line.step()
-    require_no_fault(run, [2])
+    require_no_fault(run, [2, 2])
     wait_for_empty_queue(command_line)
     command_line.require_nothing_left()

@@ -347,6 +347,7 @@ def test_a_section_is_not_a_value() -> None:
         (["launch.min_nodes=1"], "launch=inline is one machine"),
         (["launch=slurm", "launch.nodes=2", "launch.min_nodes=3"], "more than the 2 nodes"),
         (["launch=slurm", "launch.spares=1", "launch.max_replacements=0"], "are never replaced"),
+        (["launch=slurm", "launch.spares=1", "replica.devices=2"], "are never replaced"),
         (["launch=ssh", "launch.hosts=[a,b]", "launch.spares=2"], "of 2 nodes leaves none"),
         (["launch=local", "launch.silence_s=1"], "launch.silence_s=1.0 is below 5"),
         (["rank=4", "world_size=4"], "rank=4 is outside of a world of 4"),

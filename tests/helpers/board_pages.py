@@ -88,9 +88,10 @@ def read_last_points(browser: Browser, metric: str = "loss") -> dict[str, str]:
 
 def read_zoom(browser: Browser) -> tuple[float, float] | None:
     """The part of the horizontal axis that the address names."""
-    if "zoom=" not in browser.url:
+    _, has_zoom, rest = browser.url.partition("zoom=")
+    if not has_zoom:
         return None
-    low, high = browser.url.partition("zoom=")[2].split("&")[0].split("_")
+    low, high = rest.split("&")[0].split("_")
     return float(low), float(high)
 
 

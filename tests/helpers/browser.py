@@ -16,12 +16,20 @@ from typing import Any
 import pytest
 
 LIMIT_S = 60.0
+SHIM = Path(__file__).with_name("no_netlink.c")
 SCRIPT = Path(__file__).parents[2] / "scripts" / "install_chromium.py"
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     *("--disable-dev-shm-usage", "--window-size=1400,900", "--hide-scrollbars"),
 )
+
+
+class Key:
+    """Keys that are no signs, as WebDriver names them."""
+
+    BACKSPACE, TAB, SHIFT, CONTROL, ESCAPE = "\ue003", "\ue004", "\ue008", "\ue009", "\ue00c"
+    END, HOME, LEFT, UP, RIGHT, DOWN = "\ue010", "\ue011", "\ue012", "\ue013", "\ue014", "\ue015"
 
 
 def require_browser() -> None:
@@ -41,6 +49,17 @@ def require_browser() -> None:
     pytest.skip(reason)
 
 
+def build_library(folder: Path) -> Path | None:
+    """Return the library that keeps a browser from what happens to this machine's networks; None
+    where there is no compiler."""
+    if shutil.which("gcc") is None:
+        return None
+    target = folder / "no_netlink.so"
+    flags = ["-O1", "-shared", "-fPIC", "-ldl"]
+    subprocess.run(["gcc", str(SHIM), "-o", str(target), *flags], check=True)
+    return target
+
+
 @contextlib.contextmanager
 def start_browser(profile: Path) -> Iterator[Browser]:
     """A browser with an empty profile, until the block ends. Nothing is fetched to start it."""
@@ -53,6 +72,8 @@ def start_browser(profile: Path) -> Iterator[Browser]:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     environment = {**os.environ, "SE_OFFLINE": "true", "HOME": str(profile)}
+    if library := build_library(profile):
+        environment["LD_PRELOAD"] = str(library)
     service = Service(shutil.which("chromedriver"), env=environment)
     driver = webdriver.Chrome(options, service)
     try:
@@ -205,6 +226,13 @@ class Browser:
         with contextlib.suppress(Exception):
             return f"{self.url}\n{self.run('return document.body.innerText')[:3000]}"
         return "there is no page"
+
+    def read_clipboard(self) -> str:
+        """What was copied in the page last."""
+        origin = str(self.run("return location.origin"))
+        granted = ["clipboardReadWrite", "clipboardSanitizedWrite"]
+        self.command("Browser.grantPermissions", origin=origin, permissions=granted)
+        return str(self.run("return navigator.clipboard.readText()"))
 
     # --- acting ---
 

@@ -27,7 +27,7 @@ def make_membership(*hosts: str, spares: tuple[str, ...] = (), procs: int = 2) -
         is_spare = node >= len(hosts)
         slots = () if is_spare else tuple(range(node * procs, node * procs + procs))
         members[node] = Member(node, host, procs, place=-1 if is_spare else node, slots=slots)
-    return Membership(1, 0, members, survives=True)
+    return Membership(1, 0, members, can_lose_nodes=True)
 
 
 def make_loss(host: str, *slots: int, code: int = -9) -> RankLoss:

@@ -19,6 +19,7 @@ from echelon.config.compose import compose
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, ExitCode
 from echelon.launch.plan import LaunchPlan, LocalMachine
+from echelon.launch.slurm.joining_job import render_joining_script
 from echelon.launch.slurm.launcher import SlurmLauncher
 from echelon.runs import run_folder
 from echelon.runs.create import assign_name
@@ -94,6 +95,15 @@ def test_tasks_of_srun_have_whole_replicas() -> None:
     asked = options(planned(*words, "mode=srun", program=["true"]))
     assert "--ntasks-per-node=2" in asked
     assert "--gpus-per-task=2" in asked
+
+
+def test_a_further_job_has_the_options_but_not_the_nodes_of_the_first(tmp_path: Path) -> None:
+    given = "launch.sbatch=['--nodelist=n1,n2','-wn1,n2','--mem=64G']"
+    config = assign_name(compose(["launch=slurm", "launch.nodes=2", "run.name=a", given]))
+    script = render_joining_script(config, run_folder.Run(tmp_path / "a"), 1, 2)
+    assert "#SBATCH --mem=64G\n" in script
+    assert "#SBATCH --nodes=1\n" in script
+    assert "n1" not in script
 
 
 def test_set_up_lines_stand_before_the_training() -> None:

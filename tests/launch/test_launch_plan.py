@@ -202,9 +202,10 @@ def test_a_plan_says_what_becomes_of_a_lost_node() -> None:
     assert len(plan.commands) == 3
     lost = "a node that dies, or is silent for 14 s, "
     others = "the others go on while a majority is left, and 1 node"
-    assert plan.steps[-1] == f"{lost}is replaced by one of 1 spare; {others}"
+    nccl = "; with NCCL it ends the run"
+    assert plan.steps[-1] == f"{lost}is replaced by one of 1 spare; {others}{nccl}"
     plan = SshLauncher().plan(compose([*hosts, "launch.min_nodes=2"]), machine)
-    assert plan.steps[-1] == f"{lost}is left out; {others[:-6]}2 nodes"
+    assert plan.steps[-1] == f"{lost}is left out; {others[:-6]}2 nodes{nccl}"
     job = ["launch=slurm", "launch.nodes=3", "run.name=a"]
     plan = SlurmLauncher().plan(compose([*job, "launch.max_replacements=0"]), machine)
     assert f"{lost}ends the run: its ranks cannot be replaced; it is queued again" in plan.steps

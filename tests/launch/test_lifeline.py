@@ -34,7 +34,7 @@ def failure(rank: int, summary: str = "boom") -> Failure:
     return Failure(rank, "here", 3, summary, "")
 
 
-def sign(rank: int, beats: int, still: float = 100.0) -> dict[str, Any]:
+def heartbeat(rank: int, beats: int, still: float = 100.0) -> dict[str, Any]:
     still_signs = {"step": beats, "begun": True, "still": still, "stopped": False}
     return {"rank": rank, "beats": beats, **still_signs}
 
@@ -67,7 +67,7 @@ def test_the_first_failure_is_everybodys(address: str) -> None:
 def test_an_agent_that_ends_without_a_word_is_named_in_every_attempt() -> None:
     with world() as (hub, spoke, _):
         spoke.begin_attempt(0, [2, 3], 1)
-        spoke.report_heartbeats([sign(2, 5), sign(3, 5)])
+        spoke.report_heartbeats([heartbeat(2, 5), heartbeat(3, 5)])
         until(
             lambda: (
                 hub.membership.members[1].slots and 1 in hub._reports and hub._reports[1].heartbeats
@@ -77,7 +77,7 @@ def test_an_agent_that_ends_without_a_word_is_named_in_every_attempt() -> None:
         told = until(lambda: hub.find_failure(0))
         assert told.exit == ExitCode.NODE_LOST
         assert "node 1" in told.summary
-        assert "rank 2–3" in told.summary
+        assert "ranks 2–3" in told.summary
         assert hub.find_failure(7) == told
 
 
@@ -90,8 +90,8 @@ def test_node_0_that_ends_is_missed_at_once() -> None:
 
 def test_the_rank_that_all_wait_for_is_found_on_another_node() -> None:
     with world() as (hub, spoke, _):
-        hub.report_heartbeats([sign(0, 40), sign(1, 40)])
-        spoke.report_heartbeats([sign(2, 40), sign(3, 39)])
+        hub.report_heartbeats([heartbeat(0, 40), heartbeat(1, 40)])
+        spoke.report_heartbeats([heartbeat(2, 40), heartbeat(3, 39)])
         found = until(lambda: hub.find_hung_rank(0, 1.0))
         assert found.rank == 3
         assert until(lambda: spoke.find_hung_rank(0, 1.0)) == found
@@ -102,21 +102,24 @@ def test_heartbeats_that_are_stored_while_an_attempt_begins_are_not_taken_for_it
         """A message that is being stored when the attempt begins."""
 
         def __getitem__(self, key: str) -> Any:
-            if key == "signs" and hub._attempt == 0:
+            if key == "heartbeats" and hub._attempt == 0:
                 hub.begin_attempt(1)
             return super().__getitem__(key)
 
     with world() as (hub, spoke, _):
-        hub.report_heartbeats([sign(0, 40)])
-        hub._handle_from_node(1, ArrivingLate(signs=[sign(1, 39)], attempt=0))
+        hub.report_heartbeats([heartbeat(0, 40)])
+        hub._handle_from_node(1, ArrivingLate(heartbeats=[heartbeat(1, 39)], attempt=0))
         assert hub.find_hung_rank(1, 1.0) is None, "node 1 has not reported in this attempt"
         spoke.begin_attempt(1)
-        spoke.report_heartbeats([sign(1, 39)])
+        spoke.report_heartbeats([heartbeat(1, 39)])
         assert until(lambda: hub.find_hung_rank(1, 1.0)).rank == 1
 
 
 def test_the_limit_is_the_one_that_the_help_says() -> None:
-    lone, pair = [sign(0, 40, still=9.0)], [sign(0, 6, still=9.0), sign(1, 6, still=9.0)]
+    lone, pair = (
+        [heartbeat(0, 40, still=9.0)],
+        [heartbeat(0, 6, still=9.0), heartbeat(1, 6, still=9.0)],
+    )
     first_steps = Lifeline()
     first_steps.report_heartbeats(pair)
     assert first_steps.find_hung_rank(0, 1.0) == HungRank(0, 8.0)
@@ -131,8 +134,8 @@ def test_the_limit_is_the_one_that_the_help_says() -> None:
 
 def test_a_slow_rank_is_not_stuck_and_a_stranger_is_not_heard() -> None:
     with world() as (hub, spoke, _):
-        hub.report_heartbeats([sign(0, 40)])
-        spoke.report_heartbeats([sign(1, 39, still=0.1)])
+        hub.report_heartbeats([heartbeat(0, 40)])
+        spoke.report_heartbeats([heartbeat(1, 39, still=0.1)])
         until(lambda: 1 in hub._reports and hub._reports[1].heartbeats)
         assert hub.find_hung_rank(0, 1.0) is None
         stranger = Lifeline(Member(5, "elsewhere"))
@@ -158,8 +161,12 @@ def nodes(count: int, silence_s: float = 5.0) -> Iterator[tuple[list[Lifeline], 
             f"127.0.0.1:{port}", KEY, count, ended.append, lambda address: "there"
         )
     until(lambda: len(made[0].membership.members) == count)
-    made[0].set_survival(True)
-    until(lambda: all(m.membership.survives and m.membership == made[0].membership for m in made))
+    made[0].set_can_lose_nodes(True)
+    until(
+        lambda: all(
+            m.membership.can_lose_nodes and m.membership == made[0].membership for m in made
+        )
+    )
     yield made, ended
     for each in made:
         each._is_over = True
@@ -240,7 +247,7 @@ def test_half_of_the_nodes_go_on_with_the_leader_alone(present: set[int], may: b
 
 def test_a_node_leaves_on_purpose_and_is_not_lost() -> None:
     with nodes(3) as (made, ended):
-        made[1].retire(2, "too slow")  # any node may ask for it
+        made[1].ask_to_leave(2, "too slow")  # any node may ask for it
         until(lambda: all(m.membership.members[2].leaving == "too slow" for m in made))
         assert made[0].membership.find_spare(1) is None
         made[0].release(2)
@@ -250,7 +257,7 @@ def test_a_node_leaves_on_purpose_and_is_not_lost() -> None:
         until(lambda: made[0].committed == made[0].membership)
         assert made[0].membership.left_nodes == (2,)
         assert made[0].membership.lost_hosts == ()
-        assert made[0].list_vacancies() == ((2, (2,)),)
+        assert made[0].list_free_places() == ((2, (2,)),)
         assert made[0].take_lost_nodes() == []
         assert made[0].find_failure(0) is None
         assert ended == []
@@ -260,7 +267,7 @@ def test_a_leader_that_is_to_leave_resigns_and_stays_a_member_until_it_is_releas
     with nodes(3) as (made, ended):
         made[0].set_wanted_nodes(2)
         made[0].announce_round(0, Round(3, (0, 1, 2)))
-        made[2].retire(0, "maintenance")
+        made[2].ask_to_leave(0, "maintenance")
         until(lambda: all(m.membership.members[0].leaving for m in made))
         assert made[0].resign()
         until(lambda: made[1].is_leader)
@@ -283,7 +290,7 @@ def test_a_leader_that_is_to_leave_resigns_and_stays_a_member_until_it_is_releas
 
 def test_nobody_resigns_where_nobody_else_may_lead() -> None:
     with nodes(2) as (made, _):
-        made[0].retire(1, "maintenance")
+        made[0].ask_to_leave(1, "maintenance")
         until(lambda: made[0].membership.members[1].leaving)
         assert not made[0].resign()
         assert made[0].is_leader
@@ -291,20 +298,20 @@ def test_nobody_resigns_where_nobody_else_may_lead() -> None:
 
 def test_a_leaving_node_that_is_lost_is_lost() -> None:
     with nodes(3) as (made, _):
-        made[0].retire(2, "maintenance")
+        made[0].ask_to_leave(2, "maintenance")
         until(lambda: made[1].membership.members[2].leaving)
         kill(made[2])
         [lost] = until(made[0].take_lost_nodes)
         assert lost.member.node == 2
-        assert made[0].list_vacancies() == ((2, (2,)),)
+        assert made[0].list_free_places() == ((2, (2,)),)
 
 
 def test_vacant_places_are_known_to_the_next_leader() -> None:
     with nodes(4) as (made, _):
         kill(made[3])
         until(made[0].take_lost_nodes)
-        until(lambda: made[1].membership.vacancies)
+        until(lambda: made[1].membership.free_places)
         kill(made[0])
         until(lambda: made[1].is_leader)
         until(made[1].take_lost_nodes)
-        assert sorted(made[1].list_vacancies()) == [(0, (0,)), (3, (3,))]
+        assert sorted(made[1].list_free_places()) == [(0, (0,)), (3, (3,))]

@@ -130,7 +130,7 @@ def open_tree(
         for numbers in (first, later):
             tree.join(numbers)
             tree.settle(len(tree.nodes))
-        tree.leader.set_survival(True)
+        tree.leader.set_can_lose_nodes(True)
         tree.wait_until_all_know(set(tree.nodes))
         yield tree
     finally:
@@ -225,7 +225,7 @@ def test_a_relay_of_another_process_is_stopped_or_killed(how: signal.Signals) ->
             tree.settle(COUNT)
             own = tree.leader.membership.members[1].lifeline
             until(lambda: any(n._leader and n._leader.parent == own for n in tree.nodes.values()))
-            tree.leader.set_survival(True)
+            tree.leader.set_can_lose_nodes(True)
             tree.wait_until_all_know(set(range(COUNT)))
             os.kill(process, how)
             [lost] = until(tree.leader.take_lost_nodes)
@@ -309,10 +309,10 @@ def test_all_leave_over_their_relays_and_nobody_is_missed() -> None:
 
 def test_messages_that_go_up_together_keep_their_order_and_the_newest_heartbeat() -> None:
     queue = RelayQueue()
-    for message in ({"signs": 1}, {"lost": 1}, {"signs": 2}, {"lost": 2}):
+    for message in ({"heartbeats": 1}, {"lost": 1}, {"heartbeats": 2}, {"lost": 2}):
         queue.put(7, message)
-    queue.put(8, {"signs": 3})
-    items = [(7, {"lost": 1}), (7, {"signs": 2}), (7, {"lost": 2}), (8, {"signs": 3})]
+    queue.put(8, {"heartbeats": 3})
+    items = [(7, {"lost": 1}), (7, {"heartbeats": 2}), (7, {"lost": 2}), (8, {"heartbeats": 3})]
     assert queue.take() == [{"tree": "relayed", "items": items}]
     assert queue.take() == []
 

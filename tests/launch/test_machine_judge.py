@@ -32,7 +32,7 @@ def make_lifeline(*spares: str) -> Lifeline:
     lifeline = Lifeline(Member(0, "a", place=0, slots=(0,)))
     members = [lifeline.own, Member(1, "b", place=1, slots=(1,))]
     members += [Member(2 + number, host) for number, host in enumerate(spares)]
-    known = replace(lifeline.membership, members={m.node: m for m in members}, survives=True)
+    known = replace(lifeline.membership, members={m.node: m for m in members}, can_lose_nodes=True)
     lifeline.membership = known
     return lifeline
 

@@ -150,7 +150,7 @@ def test_when_the_run_is_over_or_cancelled_no_agent_is_started(run: Run) -> None
 
 def make_membership() -> Membership:
     members = [Member(n, HOSTS[n], place=n, slots=(n,)) for n in range(3)]
-    return Membership(0, 0, {m.node: m for m in members}, survives=True)
+    return Membership(0, 0, {m.node: m for m in members}, can_lose_nodes=True)
 
 
 def test_a_lost_node_comes_back_under_a_number_that_no_other_has() -> None:

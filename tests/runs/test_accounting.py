@@ -132,6 +132,18 @@ def test_replaced_ranks_cost_the_standstill_but_the_step_in_it() -> None:
     assert (found.starts, found.restarts, found.steps_kept) == (1, 0, 99)
 
 
+def test_ranks_beyond_those_of_the_start_replace_nobody() -> None:
+    """As `echelon scale` adds them."""
+    found = account(
+        *(start(0), train(0, 0)),
+        round_(20, 1.5, processes=5, lost=[], joined=[3, 4]),
+        round_(30, 1.5, processes=4, lost=[1], joined=[]),
+        round_(40, 1.5, processes=5, lost=[], joined=[1]),
+        stop(100, 99, "finished"),
+    )
+    assert (found.lost_ranks, found.replaced_ranks) == (1, 1)
+
+
 def test_steps_after_a_copy_in_memory_are_made_again() -> None:
     back = {"event": "return", "time": STARTED + 50.0, "from_step": 45, "step": 20}
     found = account(start(0), train(0, 0), back, stop(125, 100, "finished"))

@@ -213,9 +213,9 @@ def test_the_majority_is_right(
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ("gradient", r"gradients differ from those of rank {others} by up to \S+ in "),
-        ("loss", "losses differ from those of rank {others} by up to"),
-        ("samples", "samples differ from those of rank {others}"),
+        ("gradient", r"gradients differ from those of ranks {others} by up to \S+ in "),
+        ("loss", "losses differ from those of ranks {others} by up to"),
+        ("samples", "samples differ from those of ranks {others}"),
     ],
 )
 def test_of_three_the_wrong_one_is_named(tmp_path: Path, on: int, wrong: str, said: str) -> None:
@@ -232,7 +232,7 @@ def test_of_three_the_wrong_one_is_named(tmp_path: Path, on: int, wrong: str, sa
 @pytest.mark.slow
 def test_of_two_pairs_the_other_one_settles(tmp_path: Path) -> None:
     trained = train(tmp_path, 4, "trainer.verify_steps=1", "wrong=gradient", "on=3")
-    named = "rank 3 on .* in step 3 its gradients differ from those of rank 0, 1, 2 by up to"
+    named = "rank 3 on .* in step 3 its gradients differ from those of ranks 0, 1, 2 by up to"
     assert re.search(named, find_sentence(trained))
 
 
@@ -241,7 +241,7 @@ def test_weights_that_went_wrong_in_a_step_are_found_at_the_next_check(tmp_path:
     wrong = ("wrong=weights", "at=3")  # after one check, in the step after its own
     trained = train(tmp_path, 3, "trainer.verify_steps=2", *wrong)
     sentence = find_sentence(trained)
-    assert "in step 4 its weights before it differ from those of rank 0, 2 by up to" in sentence
+    assert "in step 4 its weights before it differ from those of ranks 0, 2 by up to" in sentence
     assert "step 3 was not verified and may be wrong" in sentence
 
 

@@ -1,7 +1,7 @@
 """The files of the page, which hold nothing of the user's: sent compressed where that is taken.
 
-They are compressed when they are first asked for, and kept. All of them are 0.6 MB, which takes long
-over a slow line, and a third of that compressed.
+They are compressed when they are first asked for, and kept. All of them are 0.6 MB, which takes
+long over a slow line, and a third of that compressed.
 """
 
 from __future__ import annotations

@@ -292,10 +292,8 @@ def _iterate_phase_events(history: RunHistory) -> Iterator[dict[str, Any]]:
             kind = "lost" if round_.lost else "left" if round_.left else "joined"
             ranks = round_.lost or round_.left or round_.joined
             named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-            text = (
-                f"{named} {kind}: {round_.reason or 'no reason is known'}; "
-                f"{round_.processes} processes go on, stood still for {round_.standstill_s:.1f} s"
-            )
+            what = round_.reason or f"{named} {kind}; {round_.processes} processes go on"
+            text = f"{what}; stood still for {round_.standstill_s:.1f} s"
             yield _make_event(round_.began, kind, text, round_.step)
         for machine in phase.bad_machines:
             fate = (

@@ -160,7 +160,7 @@ how many are being started, job: the further job or null, given_back_to_slurm}."
     parser.add_argument("setting", nargs="*", metavar="nodes=N", help="on how many nodes")
     parser.add_argument("--json", action="store_true")
     add_dir_argument(parser)
-    given = parser.parse_args(words)
+    given = parser.parse_intermixed_args(words)  # nodes=N may stand after an option
     from echelon.jobs.scale import parse_node_count, scale_run
     from echelon.runs.find import find_run
 

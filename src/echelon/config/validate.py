@@ -425,12 +425,23 @@ def _check_spares(config: Config) -> Iterator[Fault]:
                     f"launch.{key}={value} is set, but launch={launch.kind} is one machine",
                     f"add launch=ssh or launch=slurm, or leave launch.{key} out",
                 )
-    elif launch.spares and (config.program or not launch.max_replacements):
-        why = "a program" if config.program else "launch.max_replacements=0"
+    elif launch.spares and (why := find_replacement_obstacle(config)):
         yield Fault(
             f"launch.spares={launch.spares}, but ranks of {why} are never replaced",
             "leave launch.spares out",
         )
+
+
+def find_replacement_obstacle(config: Config) -> str:
+    """Return why lost ranks and nodes cannot be replaced, as far as the settings tell; empty where
+    they can."""
+    if config.program:
+        return "a program"
+    if not config.launch.max_replacements:
+        return "launch.max_replacements=0"
+    if config.replica.devices > 1:
+        return "replica.devices above 1"
+    return ""
 
 
 def check_node_counts(launch: LaunchConfig, total: int) -> Iterator[Fault]:

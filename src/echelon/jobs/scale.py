@@ -41,8 +41,8 @@ def scale_run(run: Run, count: int, as_json: bool) -> int:
     if answer.faults:
         raise EchelonError(*answer.faults)
     if answer.leaving:
-        _wait_until_left(run, answer.leaving)
-    returned = _give_back_to_slurm(status, answer.leaving)
+        _wait_until_left(run, answer)
+    returned = _give_back_to_slurm(status, answer.vacated_hosts)
     job = None
     if answer.missing and status.job:
         from echelon.launch.slurm.joining_job import queue_joining_job
@@ -84,34 +84,34 @@ def _require_scalable(run: Run, status: RunStatus) -> None:
         )
 
 
-def _wait_until_left(run: Run, hosts: Sequence[str]) -> None:
-    """Wait until the others go on without these hosts, and the ranks there have ended."""
+def _wait_until_left(run: Run, answer: ScaleAnswer) -> None:
+    """Wait until the others go on without the nodes that leave, and the ranks there have ended."""
     deadline = time.monotonic() + _LEAVE_LIMIT_S
     while time.monotonic() < deadline:
         known = read_json_object(run.membership_file) or {}
-        if known and not set(hosts) & {*known["hosts"], *known["ending_hosts"]}:
+        if known and not set(answer.leaving_nodes) & {*known["nodes"], *known["ending_nodes"]}:
             return
         if not read_run_status(run).is_active:
             return
         time.sleep(_POLL_S)
     raise EchelonError(
         Fault(
-            f"{', '.join(hosts)} did not leave within {_LEAVE_LIMIT_S:g} s",
+            f"{', '.join(answer.leaving)} did not leave within {_LEAVE_LIMIT_S:g} s",
             f"a step may take longer; `echelon logs {run.name}` shows when they have left",
         ),
         exit=ExitCode.FAILED,
     )
 
 
-def _give_back_to_slurm(status: RunStatus, hosts: Sequence[str]) -> bool:
-    """Take hosts that have left out of the job; returns whether that was done. The batch script
-    runs on the first one, which therefore stays."""
+def _give_back_to_slurm(status: RunStatus, hosts: Sequence[str]) -> list[str]:
+    """Take hosts without a node out of the job; returns those that were. The batch script runs on
+    the first host of the job, which therefore stays."""
     if not status.job or not hosts:
-        return False
+        return []
     listed = list_job_nodes(status.job)
     kept = [host for host in listed if host not in hosts or host == listed[0]]
     if not kept or kept == listed:
-        return False
+        return []
     done = run_slurm_command(
         "scontrol", "update", f"JobId={status.job}", f"NodeList={','.join(kept)}"
     )
@@ -124,11 +124,11 @@ def _give_back_to_slurm(status: RunStatus, hosts: Sequence[str]) -> bool:
             ),
             exit=ExitCode.FAILED,
         )
-    return True
+    return [host for host in listed if host not in kept]
 
 
 def _describe(
-    run: Run, count: int, answer: ScaleAnswer, returned: bool, job: str | None
+    run: Run, count: int, answer: ScaleAnswer, returned: Sequence[str], job: str | None
 ) -> Mapping[str, Any]:
     return {
         "version": 1,
@@ -139,17 +139,18 @@ def _describe(
         "joining": list(answer.joining),
         "starting": answer.missing,
         "job": job,
-        "given_back_to_slurm": returned,
+        "given_back_to_slurm": bool(returned),
     }
 
 
 def _print_answer(
-    run: Run, count: int, answer: ScaleAnswer, returned: bool, job: str | None
+    run: Run, count: int, answer: ScaleAnswer, returned: Sequence[str], job: str | None
 ) -> None:
     print(f"run {run.name}: {format_count(answer.before, 'node')} → {count}")
     if answer.leaving:
-        back = ", and was given back to Slurm" if returned else ""
-        print(f"  left: {', '.join(answer.leaving)}{back}")
+        print(f"  left: {', '.join(answer.leaving)}")
+    if returned:
+        print(f"  given back to Slurm: {', '.join(returned)}")
     if answer.joining:
         print(f"  {', '.join(answer.joining)} takes part as soon as it is ready")
     if answer.missing:

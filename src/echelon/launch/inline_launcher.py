@@ -64,8 +64,10 @@ class InlineLauncher(Launcher):
         if world.size == 1:
             return LaunchPlan(self.name, (place,), steps=_STEPS_ALONE)
         steps = (
-            f"meet the other {world.size - 1} processes at {world.master}",
+            f"meet the other {world.size - 1} process{'es' * (world.size > 2)} at {world.master}",
             f"train in this process as rank {world.rank} of {world.size}",
+            "on a failure end, and leave restarts to whoever started the processes: lost ranks are "
+            "not replaced",
             *([] if read_key(machine.env) else [_OPEN_NETWORK]),
         )
         return LaunchPlan(self.name, (place,), steps=steps)

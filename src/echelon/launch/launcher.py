@@ -89,6 +89,8 @@ class Launcher(ABC):
     has_one_agent_per_host: ClassVar[bool] = False
     """Whether no two agents of a start share a host. One that is started there again then waits
     until the lost one has ended."""
+    agents_print_to_screen: ClassVar[bool] = True
+    """Whether somebody sees what agents print. In a job it is a log beside those of the ranks."""
     command_holds_folder: ClassVar[bool] = False
     """Whether the command that launched the run is the writer of its folder while agents run
     elsewhere; see `runs/writer.py`. Otherwise node 0 is."""

@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import Any, NamedTuple, TypeAlias
 
 from echelon.config.schema import Config
+from echelon.config.validate import find_replacement_obstacle
 from echelon.errors import EchelonError
 from echelon.utils.text import join_names
 from echelon.world import DeviceRule
@@ -208,8 +209,7 @@ def describe_failure_policy(config: Config, world_size: int) -> str:
 
 def may_replace_ranks(config: Config) -> bool:
     """Return whether lost ranks and nodes can be replaced, as far as the settings tell."""
-    is_one_device = config.replica.devices == 1
-    return bool(config.launch.max_replacements) and is_one_device and not config.program
+    return not find_replacement_obstacle(config)
 
 
 def describe_node_policy(config: Config, nodes: int, after: str = "") -> tuple[str, ...]:
@@ -225,7 +225,7 @@ def describe_node_policy(config: Config, nodes: int, after: str = "") -> tuple[s
     spare = f"is replaced by one of {count} spare{'s' * (count > 1)}" if count else "is left out"
     least = launch.min_nodes or 1
     rest = f"the others go on while a majority is left, and {least} node{'s' * (least > 1)}"
-    return (f"{lost}, {spare}; {rest}",)
+    return (f"{lost}, {spare}; {rest}; with NCCL it ends the run{after}",)
 
 
 def describe_program_or_experiment(config: Config) -> str:

@@ -19,7 +19,7 @@ from echelon.parallel.store import SILENT_WAIT_S, format_ranks, print_wait_messa
 from echelon.runs.failure import Failure
 from echelon.utils.os_errors import format_os_error_reason
 from echelon.world import World
-from echelon.world.rounds import INCARNATION_VARIABLE, get_round_prefix
+from echelon.world.rounds import REPLACEMENT_NUMBER_VARIABLE, get_round_prefix
 from echelon.world.sealed_store import SealedStore
 
 _POLL_S = 0.02
@@ -44,7 +44,7 @@ def join_world(world: World, config: Config, env: Mapping[str, str]) -> RankGrou
     torch_store = _connect_store(world, hosts_store, timeout_s)
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = SealedStore.open(torch_store, env).open_prefix(get_round_prefix(attempt, 0))
-    if INCARNATION_VARIABLE in env:  # the others have met long ago
+    if REPLACEMENT_NUMBER_VARIABLE in env:  # the others have met long ago
         return RankGroup(world, store, False, hang_s)
     _claim_rank(store, world)
     store.set(f"rank {world.rank}", socket.gethostname())

@@ -17,7 +17,7 @@ from echelon.runs.heartbeat import Heartbeat
 from echelon.utils.sockets import shut_connections_to_port
 from echelon.world import World
 from echelon.world.rounds import (
-    INCARNATION_VARIABLE,
+    REPLACEMENT_NUMBER_VARIABLE,
     Round,
     RoundStore,
     get_round_prefix,
@@ -47,7 +47,7 @@ class RoundMembership:
         self._env = env
         self._attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._rounds = RoundStore(store, self._attempt)
-        self._incarnation = int(env.get(INCARNATION_VARIABLE, "0"))
+        self._replacement_number = int(env.get(REPLACEMENT_NUMBER_VARIABLE, "0"))
         self.slot = world.rank
         self.is_confirmed = False
         """Whether this rank trains, and could go on without another one."""
@@ -57,7 +57,7 @@ class RoundMembership:
     @property
     def is_replacement(self) -> bool:
         """Whether this process takes the place of one that was lost."""
-        return self._incarnation > 0
+        return self._replacement_number > 0
 
     @property
     def is_round_planned(self) -> bool:
@@ -100,7 +100,7 @@ class RoundMembership:
                 if newest is not None:
                     self._use_store_of(newest)
                 if offered_at != self._address:
-                    self._rounds.offer_replacement(self.slot, self._incarnation)
+                    self._rounds.offer_replacement(self.slot, self._replacement_number)
                     offered_at = self._address
             time.sleep(_POLL_S)
 

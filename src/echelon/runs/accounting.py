@@ -119,7 +119,7 @@ def account_for_run(
         restarts,
         requeues,
         sum(len(round_.lost) for round_ in rounds),
-        sum(len(round_.joined) for round_ in rounds),
+        sum(_count_replaced_ranks(phase) for phase in phases),
         sum(_measure_fewer_processes_s(phase, now) for phase in phases),
         dict(Counter(host for round_ in rounds for host in round_.hosts).most_common()),
     )
@@ -170,6 +170,12 @@ def _measure_standstill_s(round_: RoundRecord, phase: RunPhase, now: float) -> f
     begun = max(phase.trained_since, round_.began - round_.standstill_s)
     ended = min(round_.began, _get_end(phase, now))
     return max(0.0, ended - begun - (round_.step_s or 0.0))
+
+
+def _count_replaced_ranks(phase: RunPhase) -> int:
+    """Return how many ranks joined, without those that `echelon scale` added to the world."""
+    joined = [rank for round_ in phase.rounds for rank in round_.joined]
+    return sum(phase.processes is None or rank < phase.processes for rank in joined)
 
 
 def _measure_fewer_processes_s(phase: RunPhase, now: float) -> float:

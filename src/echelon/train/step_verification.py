@@ -32,13 +32,13 @@ from echelon.errors import EchelonError, ExitCode, Fault, TransientError
 from echelon.experiment.trained_parameters import read_trained_flags, set_trained_flags
 from echelon.parallel.ddp_replica import DDPReplica
 from echelon.parallel.process_group import RankGroup, broadcast_buffers
-from echelon.parallel.store import format_ranks
 from echelon.parallel.tensor_digest import digest_tensors
 from echelon.parallel.user_collectives import count_collectives
 from echelon.snapshot.state import broadcast_tree, seed_all
 from echelon.train.restore import BUILD_TIMEOUT_S
 from echelon.train.sanity_check import leave_no_trace
 from echelon.utils.text import format_count
+from echelon.world.rounds import format_slots
 
 if TYPE_CHECKING:
     from echelon.train.loop import Training
@@ -231,17 +231,18 @@ class StepVerifier:
         known = [*first.values(), *second]
         amount = _measure_difference(t, mine, settled.reference, right, known)
         if rank in settled.wrong:
-            others = format_ranks([r for r in range(len(second)) if r not in settled.wrong])
+            others = [r for r in range(len(second)) if r not in settled.wrong]
             is_again = "" if again.digest != right else "; computed again, they were right"
             what = (
                 f"rank {rank} on {self._places[rank]} computes wrong numbers: in step {step} its "
-                f"{_get_title(mine.digest, right)} differ from those of rank {others}{amount}"
+                f"{_get_title(mine.digest, right)} differ from those of {format_slots(others)}"
+                f"{amount}"
             )
             fault = Fault(what + is_again, self._suggest_remedy([rank], step))
             raise WrongNumbersError(fault, exit=ExitCode.WRONG_NUMBERS)
         if rank == settled.reference and (spoiled := self._name_unverified_steps(step)):
             print(
-                f"warning: rank {format_ranks(settled.wrong)} computed wrong numbers in step "
+                f"warning: {format_slots(settled.wrong)} computed wrong numbers in step "
                 f"{step}; {spoiled}",
                 file=sys.stderr,
             )

@@ -19,7 +19,7 @@ from echelon.utils.files import read_json_object, write_json_atomically
 from echelon.world.sealed_store import SealedStore
 from echelon.world.types import World
 
-INCARNATION_VARIABLE = "ECHELON_INCARNATION"
+REPLACEMENT_NUMBER_VARIABLE = "ECHELON_REPLACEMENT_NUMBER"
 """Set for a process that replaces a lost rank: how many processes its slot has had before."""
 
 AGENT_STOPS_VARIABLE = "ECHELON_AGENT_STOPS"
@@ -139,16 +139,16 @@ class RoundStore:
         key = f"{self._prefix}/transient/{slot}"
         return self._store.get(key) if self._store.check([key]) else None
 
-    def offer_replacement(self, slot: int, incarnation: int) -> None:
+    def offer_replacement(self, slot: int, replacement_number: int) -> None:
         """Say that a replacement has built its experiment and waits for a round."""
-        self._store.set(self._get_offer_key(slot, incarnation), "1")
+        self._store.set(self._get_offer_key(slot, replacement_number), "1")
 
-    def has_offer(self, slot: int, incarnation: int) -> bool:
+    def has_offer(self, slot: int, replacement_number: int) -> bool:
         """Return whether this replacement waits."""
-        return self._store.check([self._get_offer_key(slot, incarnation)])
+        return self._store.check([self._get_offer_key(slot, replacement_number)])
 
-    def _get_offer_key(self, slot: int, incarnation: int) -> str:
-        return f"{self._prefix}/replacement/{slot}/{incarnation}"
+    def _get_offer_key(self, slot: int, replacement_number: int) -> str:
+        return f"{self._prefix}/replacement/{slot}/{replacement_number}"
 
 
 def format_slots(slots: Iterable[int]) -> str:

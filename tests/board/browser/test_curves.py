@@ -24,11 +24,10 @@ from board_pages import (
     wait_for_count,
 )
 from board_runs import RunTemplate, write_long_run, write_runs
-from browser import Browser
+from browser import Browser, Key
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
 
-SHIFT, RIGHT = "\ue008", "\ue014"
 PLOT, OVERLAY = f"{LOSS} .u-over", f"{EVAL_LOSS} .cv-overlay"
 
 
@@ -49,7 +48,7 @@ def test_zoom_and_pan(
         assert low <= min(steps) <= max(steps) <= high
         assert len(steps) >= least
     # 2. It is moved with shift, and by keys.
-    browser.drag(PLOT, (0.8, 0.5), (0.3, 0.5), SHIFT)
+    browser.drag(PLOT, (0.8, 0.5), (0.3, 0.5), Key.SHIFT)
     browser.wait("later", lambda: (read_zoom(browser) or (0, 0))[0] > low + 10)
     assert measure_zoom(browser) == pytest.approx(high - low)
     browser.run("document.querySelector(arguments[0]).focus()", f"{LOSS} .cv-plot")
@@ -96,7 +95,7 @@ def test_one_cursor_for_all_charts(
         browser.wait_for(f"{panel} .cv-reading", "0.")
     # By keys, and said.
     browser.run("document.querySelector(arguments[0]).focus()", f"{LOSS} .cv-plot")
-    browser.press(RIGHT)
+    browser.press(Key.RIGHT)
     browser.wait("words", lambda: any(" at 5" in t for t in browser.list_texts("[role=status]")))
     browser.click(".cv-key", "toy-00001")
     browser.wait_for(".rp-name", "toy-00001")
@@ -199,13 +198,13 @@ def test_scatter_and_bars(
     write_runs(root, template, 24)
     open_board(root)
     browser.click("[role=tab]", "Scatter")
-    browser.wait_for("section[aria-label=Scatter] .cv-notes", "24 runs: loss.best over hidden")
+    browser.wait_for("section[aria-label=Scatter] .cv-notes", "24 runs: eval_loss.best over hidden")
     browser.type("[aria-label='Across']", "eval_mae.last\n")
-    browser.wait_for("section[aria-label=Scatter] .cv-notes", "loss.best over eval_mae.last")
+    browser.wait_for("section[aria-label=Scatter] .cv-notes", "eval_loss.best over eval_mae.last")
     browser.click("section[aria-label=Scatter] button", "log x")
     browser.wait("points", lambda: count_pixels(browser, ".sc-plot canvas") > 100)
     browser.run("document.querySelector('.sc-plot').focus()")
-    browser.press(RIGHT)
+    browser.press(Key.RIGHT)
     browser.wait_for(".cv-tip", "eval_mae.last")
     name = browser.wait_for(".cv-tip b").text
     browser.click("section[aria-label=Scatter] button", "CSV")
@@ -214,7 +213,7 @@ def test_scatter_and_bars(
     assert len(rows) == 24
     assert min(rows, key=lambda row: float(row["eval_mae.last"]))["run"] == name
     browser.run("document.querySelector('.sc-plot').focus()")
-    browser.press(RIGHT, "\n")
+    browser.press(Key.RIGHT, "\n")
     browser.wait_for(".rp-name", "toy-")
     browser.driver.back()
     browser.click("[role=tab]", "Bars")
@@ -238,7 +237,7 @@ def test_parallel_coordinates(
     open_board(root, view="panel=parallel")
     body = "section[aria-label='Parallel coordinates'] .pc-body"
     browser.wait("lines", lambda: count_pixels(browser, f"{body} canvas") > 500)
-    assert browser.list_texts(".pc-name") == ["hidden", "lr", "seed", "loss.best"]
+    assert browser.list_texts(".pc-name") == ["hidden", "lr", "seed", "eval_loss.best"]
     assert "correlation" in browser.list_texts(".pc-head small")[0]
     # A range is dragged along an axis, and another one typed.
     left = 56 / browser.wait_for(body).size["width"]

@@ -68,7 +68,7 @@ def test_runs_come_and_go(
 def test_a_server_that_is_killed_and_started_again(
     browser: Browser, root: Path, template: RunTemplate, tmp_path: Path
 ) -> None:
-    browser.allow("ERR_(CONNECTION|INCOMPLETE|EMPTY|SOCKET)|Failed to fetch")
+    browser.allow("net::ERR_|Failed to fetch")
     write_runs(root, template, 3)
     words = [str(root), "--port", str(free_port())]
     with run_board(*words, cache=tmp_path / "cache") as board:

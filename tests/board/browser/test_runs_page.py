@@ -18,7 +18,7 @@ from board_pages import (
     wait_for_rows,
 )
 from board_runs import RunTemplate, write_runs
-from browser import Browser
+from browser import Browser, Key
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
 
@@ -114,7 +114,7 @@ def test_columns_and_views_are_saved(
     browser.wait_for(".rt-h", "clip")
     browser.click(".columns-list label", "hidden")
     browser.wait_until_gone(".rt-h", "hidden")
-    browser.press("\ue00c")
+    browser.press(Key.ESCAPE)
     browser.click(".rt-h", "Run")
     wait_for_rows(browser, *names[:5])
     url = browser.url
@@ -144,7 +144,7 @@ def test_runs_are_pinned_hidden_and_chosen(
     browser.click("[role=menuitem]", "Hide")
     wait_for_count(browser, "29 of 30 runs")
     wait_for_rows(browser, names[-2])
-    browser.press("\ue015", "\ue015", "p")
+    browser.press(Key.DOWN, Key.DOWN, "p")
     wait_for_rows(browser, names[-4], names[-2])
     colour = "return document.querySelector('.cv-key line').getAttribute('stroke')"
     before = browser.run(colour)
@@ -167,7 +167,7 @@ def test_ten_thousand_runs(
     wait_for_rows(browser, *reversed(names[-5:]))
     assert len(browser.list_texts(".rt-body .rt-row")) < 100, "only those in sight"
     browser.click(".rt-scroll")
-    browser.press("\ue010")
+    browser.press(Key.END)
     browser.wait("the last row", lambda: names[0] in list_rows(browser))
     browser.type(SEARCH, "name=toy-0777*\n")
     wait_for_count(browser, "10 of 10,000 runs")
@@ -186,3 +186,34 @@ def test_the_token_is_asked_for(
     browser.wait_for("input[name=token]")
     browser.type("input[name=token]", board.token, "\n")
     wait_for_count(browser, "1 run")
+
+
+def test_the_theme_is_that_of_the_system_until_one_is_chosen(
+    browser: Browser, open_board: OpenBoard, root: Path, template: RunTemplate
+) -> None:
+    write_runs(root, template, 3)
+    light, dark = "rgb(255, 255, 255)", "rgb(16, 18, 21)"
+    line = "document.querySelector('.cv-key line').getAttribute('stroke')"
+
+    def wait_for_background(wanted: str) -> None:
+        colour = "getComputedStyle(document.body).backgroundColor"
+        browser.wait_until_true(f"{colour} === arguments[0]", wanted)
+
+    open_board(root)
+    wait_for_rows(browser, "toy-00002")
+    wait_for_background(light)
+    browser.wait_for(".cv-key line")
+    before = browser.run(f"return {line}")
+    browser.set_scheme("dark")
+    wait_for_background(dark)
+    browser.wait_until_true(f"{line} !== arguments[0]", before)
+    browser.click("button[aria-label='Theme: as the system']")
+    wait_for_background(light)
+    browser.click("button[aria-label='Theme: light']")
+    wait_for_background(dark)
+    browser.set_scheme("light")  # it was chosen
+    browser.open(browser.url)
+    wait_for_rows(browser, "toy-00002")
+    wait_for_background(dark)
+    browser.click("button[aria-label='Theme: dark']")
+    wait_for_background(light)

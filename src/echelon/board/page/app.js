@@ -112,20 +112,19 @@ function showRoots() {
 const THEMES = { auto: ["auto", "Theme: as the system"], light: ["sun", "Theme: light"], dark: ["moon", "Theme: dark"] };
 
 function getTheme() {
-  return document.documentElement.dataset.theme || "auto";
+  return document.documentElement.dataset.chosenTheme || "auto";
 }
 
 function switchTheme() {
   const next = { auto: "light", light: "dark", dark: "auto" }[getTheme()];
-  if (next === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = next;
+  if (next === "auto") delete document.documentElement.dataset.chosenTheme;
+  else document.documentElement.dataset.chosenTheme = next;
   try {
     localStorage.setItem("echelon-theme", next);
   } catch (error) {
     console.warn(error); // it holds until the page is loaded again
   }
   showTheme();
-  onTheme();
 }
 
 function showTheme() {
@@ -402,7 +401,7 @@ store.on("view", () => {
 store.on("metrics", () => slots.forEach((slot) => slot.update("metrics")));
 store.on("logs", () => slots.forEach((slot) => slot.update("logs")));
 store.on("watch", watchLater);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", onTheme);
+new MutationObserver(onTheme).observe(document.documentElement, { attributeFilter: ["data-theme"] });
 onReachable((isReachable) => {
   if (!isReachable || !isLost || !live || Date.now() - lastRetry < 1500) return;
   lastRetry = Date.now();

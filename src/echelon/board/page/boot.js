@@ -1,13 +1,23 @@
-// Before the first paint: the theme that was chosen on this machine, so that a dark page does not flash. And a
-// page of which a part did not arrive is loaded again: without its modules nothing else could say so.
+// Before the first paint: whether the page is dark, by what was chosen on this machine or else by the system, so
+// that a dark page does not flash. And a page of which a part did not arrive is loaded again: without its modules
+// nothing else could say so.
 {
-  let theme = null;
+  const { dataset } = document.documentElement;
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  /** Set `data-theme` to what is shown, `light` or `dark`; `data-chosen-theme` says which was chosen, if one was. */
+  const showTheme = () => {
+    const theme = dataset.chosenTheme || (system.matches ? "dark" : "light");
+    if (dataset.theme !== theme) dataset.theme = theme;
+  };
   try {
-    theme = localStorage.getItem("echelon-theme");
+    const chosen = localStorage.getItem("echelon-theme");
+    if (chosen === "light" || chosen === "dark") dataset.chosenTheme = chosen;
   } catch (error) {
-    theme = null; // storage is switched off: the system's theme
+    console.warn(error); // storage is switched off: the system's theme
   }
-  if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
+  showTheme();
+  system.addEventListener("change", showTheme);
+  new MutationObserver(showTheme).observe(document.documentElement, { attributeFilter: ["data-chosen-theme"] });
 
   const RETRY_MS = 1500;
   const onError = (event) => {

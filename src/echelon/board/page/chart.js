@@ -72,8 +72,7 @@ export function onTheme(fn) {
 
 /** Return whether the page is dark now. */
 export function isDarkTheme() {
-  const chosen = document.documentElement.dataset.theme;
-  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  return document.documentElement.dataset.theme === "dark";
 }
 
 let isWatchingTheme = false;
@@ -85,9 +84,7 @@ function startWatchingTheme() {
     theme = null;
     for (const fn of [...themeWatchers]) fn();
   };
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", tell);
-  const attributes = { attributes: true, attributeFilter: ["data-theme", "class"] };
-  new MutationObserver(tell).observe(document.documentElement, attributes);
+  new MutationObserver(tell).observe(document.documentElement, { attributeFilter: ["data-theme"] });
 }
 
 /** Return a small drawing beside a label; a screen reader skips it. */

@@ -204,7 +204,7 @@ export function showKeys() {
     "section",
     {},
     h("h3", {}, "Conditions in the search box"),
-    h("p", { class: "soft" }, "As in `echelon runs --filter`. All must hold; other words are searched for."),
+    h("p", { class: "soft" }, "As in ", h("code", {}, "echelon runs --filter"), ". All must hold; other words are searched for."),
     h(
       "dl",
       { class: "keys" },

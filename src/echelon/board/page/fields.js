@@ -39,7 +39,10 @@ export function listNames({ settings, metrics, own }) {
 export function guessResult(store, rows) {
   const counts = new Map();
   for (const row of rows) {
-    const name = row.best_name && row.best_name !== "train loss" ? `${row.best_name}.best` : "loss.last";
+    // The best loss is that of evaluations, where there are some; `loss` alone is that of training.
+    const evaluated = `eval_${row.best_name}`;
+    const judged = Object.hasOwn(row.metrics || {}, evaluated) ? evaluated : row.best_name;
+    const name = row.best_name && row.best_name !== "train loss" ? `${judged}.best` : "loss.last";
     if (typeof store.getValue(row, name) === "number") counts.set(name, (counts.get(name) || 0) + 1);
   }
   return [...counts].sort((a, b) => b[1] - a[1]).map(([name]) => name)[0] || "best";

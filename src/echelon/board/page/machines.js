@@ -58,11 +58,11 @@ export function mount(element, store) {
     const waits = queue?.jobs || [];
     jobs.replaceChildren(
       h("h3", null, "Own jobs"),
-      own.length ? drawTable(["Run", "State", "Step", "Ready in", "Where", "Nodes", "Processes", "Started", ""], own.map((job) => [
+      own.length ? drawTable("Own jobs", ["Run", "State", "Step", "Ready in", "Where", "Nodes", "Processes", "Started", ""], own.map((job) => [
         runLink(job.id, job.run), stateBadge(job.state), formatStep(job), isKnown(job.eta_s) ? formatDuration(job.eta_s) : "",
         [job.launcher, job.job ? `job ${job.job}` : "", job.host].filter(Boolean).join(" "), formatCell(job.nodes), formatCell(job.world),
         isKnown(job.started) ? `${formatAge(job.started)} ago` : "", job.note ? longText(stripAnsi(job.note), "rp-dim", 160) : ""])) : h("p", { class: "rp-empty" }, "No run was started yet."),
-      silence ? h("p", { class: "mc-silent" }, `Slurm does not answer: ${cleanText(silence.slice(0, 400))}`) : "",
+      silence && !queue ? h("p", { class: "mc-silent" }, `Slurm does not answer: ${cleanText(silence.slice(0, 400))}`) : "",
       ...(queue ? [h("h3", { class: "mc-queue" }, `Queue${waits.length ? ` · ${waits.length} jobs` : ""}`),
         queue.error ? h("p", { class: "mc-silent" }, `The queue cannot be asked: ${cleanText(queue.error.slice(0, 400))}`) : "",
         waits.length ? drawQueue(waits) : queue.error ? "" : h("p", { class: "rp-empty" }, "Nothing waits or runs.")] : []));
@@ -71,7 +71,7 @@ export function mount(element, store) {
   function drawQueue(waits) {
     const sorted = [...waits.filter((job) => job.own), ...waits.filter((job) => !job.own)];
     const shown = showsAll ? sorted : sorted.slice(0, SHOWN_JOBS);
-    const table = drawTable(["Job", "Name", "User", "State", "Partition", "Nodes", "GPUs", "Time", "Limit", "Submitted", "Why"], shown.map((job) => [
+    const table = drawTable("Queue", ["Job", "Name", "User", "State", "Partition", "Nodes", "GPUs", "Time", "Limit", "Submitted", "Why"], shown.map((job) => [
       job.job, job.run ? runLink(job.run, job.name) : longText(job.name || "", "", 80), h("span", { class: job.own ? "mc-own" : null }, cutName(job.user)), cutName(job.state),
       cutName(job.partition), formatCell(job.nodes), /^(N\/A|\(null\))$/.test(job.gres) ? "" : cutName(job.gres).replace(/^gres\//, ""), cutName(job.time), cutName(job.limit), cutName(job.submitted).replace("T", " "),
       job.reason && job.reason !== "None" ? longText(job.reason, "rp-dim", 120) : ""]));
@@ -94,10 +94,10 @@ export function mount(element, store) {
     return h("button", { class: "sw-link", type: "button", dir: "auto", "data-key": id, onclick: () => showRun(store, id) }, shown);
   }
 
-  function drawTable(titles, rows) {
+  function drawTable(label, titles, rows) {
     const used = titles.map((_, i) => rows.some((row) => (row[i] instanceof Node ? row[i].textContent : row[i])));
-    return h("div", { class: "mc-scroll" }, h("table", { class: "rp-table" },
-      h("thead", null, h("tr", null, ...titles.filter((_, i) => used[i]).map((each) => h("th", { scope: "col" }, each)))),
+    return h("div", { class: "mc-scroll" }, h("table", { class: "rp-table", "aria-label": label },
+      h("thead", null, h("tr", null, ...titles.filter((_, i) => used[i]).map((each) => h("th", { scope: "col", "aria-label": each ? null : "Note" }, each)))),
       h("tbody", null, ...rows.map((row) => h("tr", null, ...row.filter((_, i) => used[i]).map((cell) => h("td", null, cell)))))));
   }
 
@@ -200,7 +200,7 @@ export function mount(element, store) {
       const verdict = result.ready ? (bad.length ? `ready, ${bad.length} to look at` : "ready") : `not ready: ${bad.length} to fix`;
       return h("details", { open: i === 0, class: "mc-preflight" },
         h("summary", { "data-key": `preflight-${result.time}` }, h("span", { class: result.ready ? "mc-check-ok" : "mc-check-fail" }, verdict), " ", h("span", { class: "rp-dim" }, cutName(title))),
-        drawTable(["Node", "Check", "Result", "Found", "To do"], [...bad, ...checks.filter((each) => each.state === "ok")].slice(0, SHOWN_CHECKS).map((each) => [
+        drawTable("Checks", ["Node", "Check", "Result", "Found", "To do"], [...bad, ...checks.filter((each) => each.state === "ok")].slice(0, SHOWN_CHECKS).map((each) => [
           cutName(each.host ?? each.node), cutName(each.check), h("span", { class: `mc-check-${["ok", "warn", "fail"].includes(each.state) ? each.state : "none"}` }, cutName(each.state)),
           longText(each.found || "", "", 300), longText(each.do || "", "rp-dim", 300)])));
     }));

@@ -451,8 +451,9 @@ function showHeat(card, steps, values, step, colour, label) {
   ctx.fillStyle = theme.fg2;
   ctx.textAlign = "right";
   ctx.textBaseline = "middle";
+  const unit = 10 ** Math.floor(Math.log10((high - low) / 100 || 1)); // the middle is often near 0
   for (const v of [low, (low + high) / 2, high]) {
-    ctx.fillText(formatTick(Number(v.toPrecision(3))), room.left - 5, Math.min(height - room.bottom - 4, Math.max(room.top + 5, toY(v))));
+    ctx.fillText(formatTick(Math.round(v / unit) * unit), room.left - 5, Math.min(height - room.bottom - 4, Math.max(room.top + 5, toY(v))));
   }
   ctx.textBaseline = "bottom";
   ctx.textAlign = "left";

@@ -13,7 +13,7 @@ const MAX_DRAWN = 4000;
 const MAX_CHOSEN = 100;
 const TOP = 64;
 const BOTTOM = 34;
-const SIDE = 56;
+const SIDE = 60;
 const NEAR_PX = 10;
 const LEAST_GAP = 96;
 const MAX_WORDS = 40;
@@ -605,7 +605,8 @@ function formatBound(value) {
 
 /** Return a mark of an axis; settings as they were typed. */
 function formatTickOf(name, value) {
-  return getAxisKind(name) === "number" ? formatG(Number(value.toPrecision(4))) : formatField(name, value);
+  if (getAxisKind(name) !== "number") return formatField(name, value);
+  return Number.isInteger(value) ? formatG(value) : formatG(Number(value.toPrecision(3)));
 }
 
 function shorten(text, length) {

@@ -69,7 +69,7 @@ function drawResults(details, row) {
       h("td", { class: "rp-num rp-dim" }, hasBest && isKnown(each.best_step) ? String(each.best_step) : ""),
       h("td", { class: "rp-num" }, formatNumber(each.last)));
   });
-  return card("Results", h("table", { class: "rp-table" },
+  return card("Results", h("table", { class: "rp-table", "aria-label": "Results" },
     h("thead", null, h("tr", null, h("th", { scope: "col" }, "Metric"), h("th", { scope: "col", class: "rp-num", title: "↑ more is better, ↓ less is better" }, "Best"),
       h("th", { scope: "col", class: "rp-num" }, "at step"), h("th", { scope: "col", class: "rp-num" }, "Last"))),
     h("tbody", null, body)));
@@ -133,7 +133,7 @@ function drawMachines({ machines = [] }, row) {
   const list = machines.slice(0, SHOWN_MACHINES).map((each) => h("li", null, h("b", { dir: "auto" }, cleanText(String(each.host).slice(0, 120))), " ",
     h("span", { class: "rp-dim" }, [
       [each.launcher, each.job ? `job ${each.job}` : ""].filter(Boolean).join(" "), isKnown(each.since) ? `since ${formatTime(each.since)}` : "",
-      each.losses ? `${each.losses} losses` : "",
+      each.losses ? `${each.losses} ${each.losses === 1 ? "loss" : "losses"}` : "",
     ].filter(Boolean).join(" · "))));
   if (machines.length > SHOWN_MACHINES) list.push(h("li", { class: "rp-dim" }, `and ${machines.length - SHOWN_MACHINES} more`));
   if (!size && !list.length) return null;
@@ -165,7 +165,7 @@ function drawFiles(details, row) {
   return card("Files", facts([
     ["folder", row.folder || details.folder],
     ["mirror", mirror ? `${mirror.url} ${isKnown(mirror.step) ? `at step ${mirror.step}` : "empty"}${mirror.problem ? `; newer ones are not: ${mirror.problem}` : ""}` : null],
-  ]), list.length ? h("div", { class: "rp-files" }, h("table", { class: "rp-table" }, h("tbody", null, list))) : null,
+  ]), list.length ? h("div", { class: "rp-files" }, h("table", { class: "rp-table", "aria-label": "Files" }, h("tbody", null, list))) : null,
   files.length > SHOWN_FILES ? h("p", { class: "rp-empty" }, `and ${files.length - SHOWN_FILES} more`) : null);
 }
 
@@ -210,9 +210,9 @@ export function drawSnapshots({ snapshots = [] }) {
   });
   return [
     h("p", { class: "rp-dim rp-lead" }, `${list.length} ${list.length === 1 ? "snapshot" : "snapshots"}, ${formatBytes(total)}`),
-    h("table", { class: "rp-table rp-snapshots" }, h("thead", null, h("tr", null, h("th", { scope: "col", class: "rp-num" }, "Step"), h("th", { scope: "col" }, ""),
-      h("th", { scope: "col", class: "rp-num" }, "Size"), h("th", { scope: "col", class: "rp-folder" }, ""), h("th", { scope: "col" }, "Saved"),
-      h("th", { scope: "col", class: "rp-folder" }, "Folder"), h("th", { scope: "col" }, ""))), h("tbody", null, body)),
+    h("table", { class: "rp-table rp-snapshots", "aria-label": "Snapshots" }, h("thead", null, h("tr", null, h("th", { scope: "col", class: "rp-num" }, "Step"), h("th", { scope: "col", "aria-label": "Best" }),
+      h("th", { scope: "col", class: "rp-num" }, "Size"), h("th", { scope: "col", class: "rp-folder", "aria-label": "Size as a bar" }), h("th", { scope: "col" }, "Saved"),
+      h("th", { scope: "col", class: "rp-folder" }, "Folder"), h("th", { scope: "col", "aria-label": "Command" }))), h("tbody", null, body)),
   ];
 }
 
@@ -225,8 +225,8 @@ export function drawTraces({ files = [] }, row, id) {
     h("td", { class: "rp-right" }, h("a", { class: "rp-button", href: getRunPath(id, `/file?name=${encodeURIComponent(file.name)}`), download: "" }, "Download"))));
   return [
     h("p", { class: "rp-dim rp-lead" }, "Perfetto (ui.perfetto.dev) and chrome://tracing open them."),
-    h("table", { class: "rp-table" }, h("thead", null, h("tr", null, h("th", { scope: "col" }, "File"), h("th", { scope: "col", class: "rp-num" }, "Size"),
-      h("th", { scope: "col" }, "Written"), h("th", { scope: "col" }, ""))), h("tbody", null, body)),
+    h("table", { class: "rp-table", "aria-label": "Traces" }, h("thead", null, h("tr", null, h("th", { scope: "col" }, "File"), h("th", { scope: "col", class: "rp-num" }, "Size"),
+      h("th", { scope: "col" }, "Written"), h("th", { scope: "col", "aria-label": "Download" }))), h("tbody", null, body)),
   ];
 }
 

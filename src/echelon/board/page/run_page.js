@@ -50,7 +50,8 @@ export function mount(element, store) {
   const progressText = h("span", { class: "rp-progress-text" });
   const times = h("span", { class: "rp-times" });
   const why = h("div", { class: "rp-why" });
-  const tags = h("div", { class: "rp-tags", role: "group", "aria-label": "Tags" });
+  const tagInput = h("input", { class: "rp-tag-input", type: "text", placeholder: "+ tag", "aria-label": "Add a tag", maxlength: "80", autocomplete: "off", hidden: true });
+  const tags = h("div", { class: "rp-tags", role: "group", "aria-label": "Tags" }, tagInput);
   const note = h("div", { class: "rp-note" });
   const problem = h("div", { class: "rp-problem" });
   const acts = h("div", { class: "rp-acts" });
@@ -146,28 +147,27 @@ export function mount(element, store) {
 
   function renderTags(row) {
     const key = JSON.stringify([row.tags, isOurs(row)]);
-    if (tags.dataset.key === key || tags.contains(document.activeElement)) return;
+    if (tags.dataset.key === key) return;
     tags.dataset.key = key;
-    tags.replaceChildren(...(row.tags || []).map((tag) =>
+    const hadFocus = tags.contains(document.activeElement);
+    tagInput.hidden = !isOurs(row);
+    // The field stays as it is: somebody may be typing the next tag.
+    while (tags.firstChild !== tagInput) tags.firstChild.remove();
+    tagInput.before(...(row.tags || []).map((tag) =>
       h("span", { class: "rp-tag" }, h("bdi", null, cleanText(tag.slice(0, 80))),
-        isOurs(row) ? h("button", { type: "button", "aria-label": `Remove the tag ${tag.slice(0, 80)}`, onclick: (event) => {
-          event.currentTarget.blur();
-          annotate({ remove_tags: [tag] });
-        } }, "×") : null)));
-    if (!isOurs(row)) return;
-    const input = h("input", { class: "rp-tag-input", type: "text", placeholder: "+ tag", "aria-label": "Add a tag", maxlength: "80", autocomplete: "off" });
-    input.addEventListener("keydown", (event) => {
-      event.stopPropagation();
-      if (event.key === "Escape") input.blur();
-      if (event.key !== "Enter" && event.key !== ",") return;
-      event.preventDefault();
-      const added = input.value.split(",").map((tag) => tag.trim()).filter(Boolean);
-      input.value = "";
-      input.blur();
-      if (added.length) annotate({ add_tags: added }).then(() => tags.querySelector("input")?.focus());
-    });
-    tags.append(input);
+        isOurs(row) ? h("button", { type: "button", "aria-label": `Remove the tag ${tag.slice(0, 80)}`, onclick: () => annotate({ remove_tags: [tag] }) }, "×") : null)));
+    if (hadFocus) tagInput.focus();
   }
+
+  tagInput.addEventListener("keydown", (event) => {
+    event.stopPropagation();
+    if (event.key === "Escape") tagInput.blur();
+    if (event.key !== "Enter" && event.key !== ",") return;
+    event.preventDefault();
+    const added = tagInput.value.split(",").map((tag) => tag.trim()).filter(Boolean);
+    tagInput.value = "";
+    if (added.length) annotate({ add_tags: added });
+  });
 
   function renderNote(row) {
     const text = getNote(row);

@@ -1,5 +1,6 @@
 // What the pages of runs, machines and sweeps share: long and hostile texts, cards, bars, copying.
 
+import { findDifferingSettings, isRelevantSetting } from "./filters.js";
 import { h } from "./dom.js";
 
 /** The keys of the view that belong to this page, for links that leave it. */
@@ -87,7 +88,7 @@ export function renderError(error) {
 
 /** Return the state of a run, with its colour. */
 export function stateBadge(state) {
-  const known = { running: "running", finished: "good", failed: "bad", lost: "bad", killed: "bad", stopped: "warn", cancelled: "warn", pruned: "warn", starting: "wait", queued: "wait", waiting: "wait" };
+  const known = { running: "running", starting: "running", finished: "done", failed: "bad", lost: "bad", killed: "bad", broken: "bad", preempted: "wait", queued: "wait", requeued: "wait" };
   return h("span", { class: `rp-state rp-state-${known[state] || "plain"}` }, state || "unknown");
 }
 
@@ -140,6 +141,7 @@ export function limitToRows(store, getRows) {
     getCandidates: getRows,
     getGroups: () => null,
     getShownIds: () => new Set(getRows().map((row) => row.id)),
+    getDifferingSettings: () => findDifferingSettings(store.reader, getRows()).filter(isRelevantSetting),
   };
   return new Proxy(store, {
     get(target, key) {

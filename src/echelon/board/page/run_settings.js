@@ -33,7 +33,7 @@ export function mountSettings(place, store, { id, getDetails }) {
     const shown = all.filter(({ name, value, isChanged }) => (!only.checked || isChanged)
       && words.every((word) => `${name}=${formatSetting(value)}`.toLowerCase().includes(word)));
     count.textContent = `${shown.length} of ${all.length}, ${all.filter((each) => each.isChanged).length} not the default`;
-    table.replaceChildren(shown.length ? h("table", { class: "rp-table rp-setting-table" },
+    table.replaceChildren(shown.length ? h("table", { class: "rp-table rp-setting-table", "aria-label": "Settings" },
       h("thead", null, h("tr", null, h("th", { scope: "col" }, "Setting"), h("th", { scope: "col" }, "Value"), h("th", { scope: "col" }, "Default"))),
       h("tbody", null, ...shown.map(({ name, value, isChanged, normal }) => h("tr", { class: isChanged ? "rp-changed" : null },
         h("th", { scope: "row", dir: "auto" }, isChanged ? h("span", { class: "rp-dot", title: "not the default", role: "img", "aria-label": "not the default" }) : null, cleanText(name.slice(0, 200))),
@@ -60,7 +60,7 @@ export function mountSettings(place, store, { id, getDetails }) {
       const missing = (value) => (value === null || value === undefined ? h("span", { class: "rp-dim" }, "–") : longText(formatSetting(value), "rp-mono", 300));
       compared.replaceChildren(h("section", { class: "rp-card rp-wide" },
         h("div", { class: "rp-line" }, h("h3", null, answer.differ.length ? `${answer.differ.length} settings differ, ${answer.same} are the same` : `All ${answer.same} settings are the same`), close),
-        answer.differ.length ? h("table", { class: "rp-table rp-setting-table" },
+        answer.differ.length ? h("table", { class: "rp-table rp-setting-table", "aria-label": "Settings that differ" },
           h("thead", null, h("tr", null, h("th", { scope: "col" }, "Setting"), h("th", { scope: "col", dir: "auto" }, cleanText(mine.slice(0, 80))),
             h("th", { scope: "col", dir: "auto" }, cleanText(otherName.slice(0, 80))))),
           h("tbody", null, ...answer.differ.map((each) => h("tr", null, h("th", { scope: "row" }, cleanText(each.name.slice(0, 200))),

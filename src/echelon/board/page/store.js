@@ -321,8 +321,7 @@ export class Store {
 
   /** Return whether the page is dark now. */
   get isDark() {
-    const chosen = document.documentElement.dataset.theme;
-    return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+    return document.documentElement.dataset.theme === "dark";
   }
 
   /** Return the colour of a run: by its name, and another one where a drawn run has that already. */

@@ -105,7 +105,7 @@ function mountList(place, store) {
         h("td", null, sweep.error ? longText(sweep.error, "mc-silent", 200) : sweep.loading ? h("span", { class: "rp-dim" }, "is being read …") : drawCounts(sweep.counts)),
         h("td", { class: "rp-dim" }, isKnown(sweep.changed) ? `${formatAge(sweep.changed)} ago` : ""));
     });
-    body.replaceChildren(h("div", { class: "sw-scroll" }, h("table", { class: "rp-table" },
+    body.replaceChildren(h("div", { class: "sw-scroll" }, h("table", { class: "rp-table", "aria-label": "Sweeps" },
       h("thead", null, h("tr", null, h("th", { scope: "col" }, "Sweep"), h("th", { scope: "col", title: "↑ more is better, ↓ less is better" }, "Metric"), h("th", { scope: "col", class: "rp-num" }, "Best"),
         h("th", { scope: "col", class: "rp-num" }, "Trials"), h("th", { scope: "col" }, "States"), h("th", { scope: "col" }, "Changed"))), h("tbody", null, rows))));
     if (focused) body.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
@@ -189,7 +189,7 @@ function mountSweep(place, store, id) {
     const active = trials.filter((trial) => trial.state === "running" || trial.state === "waiting");
     running.hidden = !active.length;
     if (!active.length) return;
-    running.replaceChildren(card("What runs where", h("div", { class: "sw-scroll" }, h("table", { class: "rp-table" },
+    running.replaceChildren(card("What runs where", h("div", { class: "sw-scroll" }, h("table", { class: "rp-table", "aria-label": "What runs where" },
       h("thead", null, h("tr", null, ["Trial", "State", "Step", "Ready in", "Where", "Value so far"].map((each) => h("th", { scope: "col" }, each)))),
       h("tbody", null, active.slice(0, 200).map((trial) => {
         const row = store.rows.get(getId(trial)) || {};

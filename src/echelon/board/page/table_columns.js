@@ -366,6 +366,7 @@ function makeTagsCell(cell) {
 /** Fill a new cell of groups, and return the function that shows a group in it. */
 export function makeGroupCell(cell, column) {
   if (column.isNumber) cell.classList.add("num");
+  if (column.kind === "setting") cell.classList.add("mono");
   const name = document.createElement("small");
   const text = document.createElement("span");
   const std = h("span", { class: "rt-std" });
@@ -376,6 +377,7 @@ export function makeGroupCell(cell, column) {
     name.textContent = said.name || "";
     text.textContent = said.text;
     std.textContent = said.std || "";
-    cell.classList.toggle("none", said.text === "–" || Boolean(said.isSoft));
+    cell.classList.toggle("none", said.text === "–");
+    cell.classList.toggle("soft", Boolean(said.isSoft));
   };
 }

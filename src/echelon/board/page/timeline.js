@@ -309,7 +309,7 @@ export function mountTimeline(element) {
     });
     list.replaceChildren(
       h("table", { class: "rp-table", "aria-label": "Events" },
-        h("thead", null, h("tr", null, ...["When", "After", "What", "Step", ""].map((each) => h("th", { scope: "col", class: each === "After" ? "tl-after" : null }, each)))),
+        h("thead", null, h("tr", null, ...["When", "After", "What", "Step", ""].map((each) => h("th", { scope: "col", class: each === "After" ? "tl-after" : null, "aria-label": each ? null : "Event" }, each)))),
         h("tbody", null, ...body)),
       ...(shown.length > listed
         ? [button(`Show ${Math.min(SHOWN_EVENTS, shown.length - listed)} of ${shown.length - listed} more`, "Show more events", () => {

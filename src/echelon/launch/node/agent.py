@@ -59,7 +59,7 @@ from echelon.utils.sockets import shut_connections_to_port
 from echelon.world.network_key import KEY_VARIABLE
 from echelon.world.rounds import (
     AGENT_STOPS_VARIABLE,
-    INCARNATION_VARIABLE,
+    REPLACEMENT_NUMBER_VARIABLE,
     Round,
     write_round_file,
 )
@@ -98,12 +98,15 @@ class NodeJob:
     report_nodes: ReportNodes = lambda report: None
     devices: int = 0
     """How many of the visible GPUs the ranks of a node use, if there are any."""
+    prints_to_screen: bool = True
+    """Whether somebody sees what the agent prints."""
 
-    @property
-    def shows_rank_0(self) -> bool:
-        """Whether the agent prints rank 0's log. An experiment prints by itself; a program does not
-        know that it should."""
-        return bool(self.program)
+    def find_shown_rank(self, first_rank: int) -> int | None:
+        """Return the rank whose log the agent prints, of a round with this first rank. An
+        experiment's rank 0 prints by itself; a program does not know that it should."""
+        if self.program:
+            return 0
+        return first_rank if first_rank and self.prints_to_screen else None
 
 
 class NodeLeft(Exception):
@@ -183,7 +186,7 @@ class NodeAgent(SimpleElasticAgent):
         self._gpu_watch = _watch_gpus(job)
         self._has_reported_gpu = False
         self._heartbeat_watch = HeartbeatTable(self._heartbeat_file, spec.local_world_size)
-        self._log_stamps = NodeLogs(self._run, job.node, [], job.shows_rank_0)
+        self._log_stamps = NodeLogs(self._run, job.node, [], None)
         self._stacks = StackExchange(
             self._run,
             job.node,
@@ -229,7 +232,7 @@ class NodeAgent(SimpleElasticAgent):
             Worker(local_rank, slot, slot, size, size)
             for local_rank, slot in enumerate(assignment.slots)
         ]
-        self._begin_attempt(group, assignment.world_size, assignment.first_incarnation)
+        self._begin_attempt(group, assignment.world_size, assignment.first_replacement_number)
         self._remaining_restarts = 0
         self._lost_ranks = set(self._ranks)
         self._exit_codes = dict.fromkeys(self._ranks, -int(signal.SIGKILL))
@@ -255,7 +258,7 @@ class NodeAgent(SimpleElasticAgent):
         return {local_rank: str(pid) for local_rank, pid in self._pids.items()}
 
     def _begin_attempt(
-        self, group: WorkerGroup, world_size: int, first_incarnation: int = 0
+        self, group: WorkerGroup, world_size: int, first_replacement_number: int = 0
     ) -> None:
         """Forget what was of an earlier attempt. `world_size` is that of the first round."""
         self._pids, self._exit_codes, self._unsignalled_ranks = {}, {}, []
@@ -264,12 +267,12 @@ class NodeAgent(SimpleElasticAgent):
         self._run.get_round_file(self._place).unlink(missing_ok=True)
         self._heartbeat_watch = HeartbeatTable(self._heartbeat_file, len(group.workers))
         self._log_stamps = NodeLogs(
-            self._run, self._job.node, list(self._ranks.values()), self._job.shows_rank_0
+            self._run, self._job.node, list(self._ranks.values()), self._job.find_shown_rank(0)
         )
         self._lost_ranks, self._hang_failures = set(), {}
         self._has_copied_keys = False
         self._lifeline.begin_attempt(self._attempt, self._ranks.values(), self._place)
-        self._replacement = self._make_replacement(world_size, first_incarnation)
+        self._replacement = self._make_replacement(world_size, first_replacement_number)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look at the workers once; torch's agent calls this twenty times a second.
@@ -320,6 +323,8 @@ class NodeAgent(SimpleElasticAgent):
         """
         with contextlib.suppress(ForkServerGone):  # the exit codes show what became of the workers
             self._handle_fork_server_events()
+        if (newest := self._lifeline.find_round(self._attempt)) is not None:
+            self._log_stamps.show_rank(self._job.find_shown_rank(newest.slots[0]))
         self._log_stamps.record_growth()
         self._stacks.look_for_request()
         self._lifeline.report_heartbeats(self._collect_heartbeats())
@@ -334,7 +339,7 @@ class NodeAgent(SimpleElasticAgent):
         if cause is not None:
             self._close_rounds()
             has_lost_nodes = self._lifeline.membership.has_lost_nodes
-            self._lifeline.set_survival(False)
+            self._lifeline.set_can_lose_nodes(False)
             self._kill_all_workers()  # peers of a dead rank only wait, and would blame each other
             self.failure = self._lifeline.agree_on_failure(self._attempt, cause)
             if has_lost_nodes and self._remaining_restarts:
@@ -549,7 +554,9 @@ class NodeAgent(SimpleElasticAgent):
         if self._replacement is not None:
             self._replacement.close()
 
-    def _make_replacement(self, world_size: int, first_incarnation: int) -> RankReplacement | None:
+    def _make_replacement(
+        self, world_size: int, first_replacement_number: int
+    ) -> RankReplacement | None:
         limits = self._job.limits
         if self._job.program or not limits.max_losses or world_size == 1:
             return None
@@ -562,7 +569,7 @@ class NodeAgent(SimpleElasticAgent):
             limits,
             run,
             self._judge,
-            first_incarnation,
+            first_replacement_number,
         )
 
     def _replace_lost_ranks(self, replacement: RankReplacement, group: WorkerGroup) -> None:
@@ -600,9 +607,9 @@ class NodeAgent(SimpleElasticAgent):
         """Say whether the ranks could go on without a node, and end them where the leader asks for
         it since too few nodes are left."""
         if self._lifeline.is_leader:
-            self._lifeline.set_survival(replacement.can_replace())
+            self._lifeline.set_can_lose_nodes(replacement.can_replace())
         if self._standby_store is not None and not self._has_copied_keys:
-            self._has_copied_keys = self._lifeline.membership.survives
+            self._has_copied_keys = self._lifeline.membership.can_lose_nodes
             if self._has_copied_keys:
                 replacement.copy_shared_keys(self._standby_store)
         self._report_notice()
@@ -662,9 +669,9 @@ class NodeAgent(SimpleElasticAgent):
     def _make_loss_failure(
         self, replacement: RankReplacement, local_rank: int, code: int
     ) -> Failure:
-        slot, sign = self._ranks[local_rank], self._heartbeat_watch.read_all()[local_rank]
-        told = replacement.read_transient(slot) if code == ExitCode.TRANSIENT else None
-        return told or failures.make_failure_from_exit_code(code, slot, sign.step)
+        slot, heartbeat = self._ranks[local_rank], self._heartbeat_watch.read_all()[local_rank]
+        reported = replacement.read_transient(slot) if code == ExitCode.TRANSIENT else None
+        return reported or failures.make_failure_from_exit_code(code, slot, heartbeat.step)
 
     def _start_replacement(
         self, replacement: RankReplacement, worker: Any, group: WorkerGroup
@@ -677,8 +684,8 @@ class NodeAgent(SimpleElasticAgent):
             self._unsignalled_ranks.remove(local_rank)
         self._heartbeat_watch.clear(local_rank)
         request = self._make_spawn_request(worker, group)
-        incarnation = replacement.begin_incarnation(worker.global_rank)
-        request.variables[INCARNATION_VARIABLE] = str(incarnation)
+        replacement_number = replacement.number_replacement(worker.global_rank)
+        request.variables[REPLACEMENT_NUMBER_VARIABLE] = str(replacement_number)
         with contextlib.suppress(ForkServerGone):  # the exit codes show it
             self._fork_server.request_worker(request)
 
@@ -695,8 +702,8 @@ class NodeAgent(SimpleElasticAgent):
             return
         if local_rank in self._exit_codes:
             return
-        sign = self._heartbeat_watch.read_all()[local_rank]
-        self._hang_failures[local_rank] = self._make_hang_failure(local_rank, hung, sign)
+        heartbeat = self._heartbeat_watch.read_all()[local_rank]
+        self._hang_failures[local_rank] = self._make_hang_failure(local_rank, hung, heartbeat)
         _send_signal(self._pids[local_rank], signal.SIGKILL)
 
     def _report_gpu_fault(self) -> None:
@@ -740,14 +747,15 @@ class NodeAgent(SimpleElasticAgent):
         A rank that was killed by a signal is blamed before one with an exit code: the others often
         fail because they lost it.
         """
-        if self._replacement is not None and (told := self._replacement.read_failure()):
-            return told
+        if self._replacement is not None and (published := self._replacement.read_failure()):
+            return published
         attempt = self._tcp_store.open_prefix(f"echelon/{self._attempt}")
         if self._replacement is None and attempt.check(["failure"]):
             return Failure.from_json(attempt.get("failure"))
         silent_rank = min(failed, key=lambda r: failed[r] >= 0)
-        rank, sign = self._ranks[silent_rank], self._heartbeat_watch.read_all()[silent_rank]
-        step = sign.step if sign.beats or sign.step else None  # no beats: also in an evaluation
+        rank, heartbeat = self._ranks[silent_rank], self._heartbeat_watch.read_all()[silent_rank]
+        has_begun = heartbeat.beats or heartbeat.step  # no beats: also in an evaluation
+        step = heartbeat.step if has_begun else None
         cause = failures.make_failure_from_exit_code(failed[silent_rank], rank, step)
         if self._fork_server.is_gone:
             together = "killed with all others, as the process was that had started them"
@@ -763,14 +771,14 @@ class NodeAgent(SimpleElasticAgent):
 
     def _collect_heartbeats(self) -> RankHeartbeats:
         """Return the heartbeats of the living ranks of this node, as lifelines send them."""
-        now, signs = time.monotonic(), self._heartbeat_watch.read_all()
+        now, heartbeats = time.monotonic(), self._heartbeat_watch.read_all()
         return [
             {
                 "rank": self._ranks[r],
-                "beats": signs[r].beats,
-                "step": signs[r].step,
-                "begun": bool(signs[r].time),
-                "still": now - signs[r].time,
+                "beats": heartbeats[r].beats,
+                "step": heartbeats[r].step,
+                "begun": bool(heartbeats[r].time),
+                "still": now - heartbeats[r].time,
                 "stopped": _is_stopped(pid),
             }
             for r, pid in self._pids.items()
@@ -858,8 +866,8 @@ class NodeAgent(SimpleElasticAgent):
     def _may_be_spared(self) -> bool:
         """Whether the others could go on without this node."""
         known = self._lifeline.membership
-        return known.survives and any(
-            m.node != self._lifeline.own.node for m in known.list_holders()
+        return known.can_lose_nodes and any(
+            m.node != self._lifeline.own.node for m in known.list_nodes_with_ranks()
         )
 
     def _report_notice(self) -> None:

@@ -86,7 +86,7 @@ def judge_machine(
     others = [m for m in present if m.slots and m.host != host]
     spares = [m for m in present if m.is_spare and m.host != host]
     # A node that was lost has left its ranks to whoever is free already.
-    sizes = [len(slots) for _, slots in membership.vacancies]
+    sizes = [len(slots) for _, slots in membership.free_places]
     taken = _match_spares(sizes + [len(m.slots) for m in here if m.slots], spares)
     left = len(others) + len(taken)
     if needs_spare and len(taken) < len(sizes) + sum(bool(m.slots) for m in here):

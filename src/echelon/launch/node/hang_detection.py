@@ -30,11 +30,13 @@ def find_hung_rank(heartbeats: RankHeartbeats, hang_s: float) -> HungRank | None
     It is the one with the fewest heartbeats, or one that is halted. While a rank is starting, the
     limit is longer; while any rank moves, the world is only slow.
     """
-    if not hang_s or not any(s["begun"] for s in heartbeats):
+    if not hang_s or not any(each["begun"] for each in heartbeats):
         return None
     limit_s = hang_s
-    if any(s["beats"] <= _STARTING_BEATS for s in heartbeats):
+    if any(each["beats"] <= _STARTING_BEATS for each in heartbeats):
         limit_s *= _STARTING_PATIENCE if len(heartbeats) > 1 else math.inf
-    if any(s["still"] < limit_s for s in heartbeats):  # that rank is only slow
+    if any(each["still"] < limit_s for each in heartbeats):  # that rank is only slow
         return None
-    return HungRank(min(heartbeats, key=lambda s: (not s["stopped"], s["beats"]))["rank"], limit_s)
+    return HungRank(
+        min(heartbeats, key=lambda each: (not each["stopped"], each["beats"]))["rank"], limit_s
+    )

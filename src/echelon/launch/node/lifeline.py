@@ -99,7 +99,7 @@ class Lifeline:
         self._on_ended: Callable[[Failure], None] = lambda failure: None
         self._lock = threading.RLock()
         self._is_over = False
-        self._pledges: dict[int, Message] = {}
+        self._votes: dict[int, Message] = {}
         """Node → how it introduced itself to this one, which does not lead yet."""
         self.is_electing = False
         """Whether the leader is lost or has resigned, and no other one found yet."""
@@ -239,7 +239,7 @@ class Lifeline:
 
     def _make_beat(self) -> Message:
         report = self._report
-        return {"signs": report.heartbeats, "attempt": report.attempt}
+        return {"heartbeats": report.heartbeats, "attempt": report.attempt}
 
     # --- attempts, heartbeats and failures ---
 
@@ -295,15 +295,17 @@ class Lifeline:
             reports = [self._get_heartbeats(n, attempt) for n in self._list_reporting_nodes()]
             if None in reports:
                 return None
-            stuck = find_hung_rank([sign for report in reports for sign in report or ()], hang_s)
-            if stuck is not None and self._hung_ranks.setdefault(attempt, stuck) is stuck:
-                self._send_to_all({"stuck": stuck, "attempt": attempt})
+            hung = find_hung_rank(
+                [heartbeat for report in reports for heartbeat in report or ()], hang_s
+            )
+            if hung is not None and self._hung_ranks.setdefault(attempt, hung) is hung:
+                self._send_to_all({"hung": hung, "attempt": attempt})
         return self._hung_ranks.get(attempt)
 
     def find_newest_step(self) -> int:
         """Return the newest step of any rank, as far as it is known here."""
         reports = [self._get_heartbeats(n, self._attempt) or [] for n in self.membership.members]
-        return max((sign["step"] for signs in reports for sign in signs), default=0)
+        return max((each["step"] for report in reports for each in report), default=0)
 
     def _list_reporting_nodes(self) -> list[int]:
         return [n for n, m in self.membership.members.items() if m.place >= 0]
@@ -330,16 +332,16 @@ class Lifeline:
         taken = [self._losses.popleft() for _ in range(len(self._losses))]
         return [loss for of_attempt, loss in taken if of_attempt == attempt]
 
-    def report_replacement(self, attempt: int, slot: int, incarnation: int) -> None:
+    def report_replacement(self, attempt: int, slot: int, replacement_number: int) -> None:
         """Tell the leader that a replacement of this rank was started, and which one it is."""
-        self._own_reports.replacements.setdefault(attempt, {})[slot] = incarnation
-        self._send_to_leader({"replacement": [slot, incarnation], "attempt": attempt})
+        self._own_reports.replacements.setdefault(attempt, {})[slot] = replacement_number
+        self._send_to_leader({"replacement": [slot, replacement_number], "attempt": attempt})
 
     def get_replacements(self, attempt: int) -> dict[int, int]:
         """Return the newest replacement of every rank that had one, on the leader."""
         return dict(self._replacements.get(attempt, {}))
 
-    def void_replacements(self, attempt: int, slots: Iterable[int]) -> None:
+    def discard_replacements(self, attempt: int, slots: Iterable[int]) -> None:
         """On the leader: forget the replacements of ranks whose node is lost or leaves, as they go
         with it."""
         for slot in slots:
@@ -367,11 +369,13 @@ class Lifeline:
 
     # --- nodes that are lost and spares; see `rank_replacement.py` ---
 
-    def set_survival(self, survives: bool) -> None:
+    def set_can_lose_nodes(self, can_lose_nodes: bool) -> None:
         """On the leader: say whether the ranks could go on without a node."""
         with self._lock:
-            if self.is_leader and survives != self.membership.survives:
-                self._change_membership(replace(self.membership, survives=survives, epoch=-1))
+            if self.is_leader and can_lose_nodes != self.membership.can_lose_nodes:
+                self._change_membership(
+                    replace(self.membership, can_lose_nodes=can_lose_nodes, epoch=-1)
+                )
 
     def take_lost_nodes(self) -> list[LostNode]:
         """Return the nodes that were lost since the last call, on the leader, once a quorum has
@@ -400,11 +404,11 @@ class Lifeline:
         its ranks have ended."""
         return self._server is not None and node in self._server.nodes
 
-    def list_vacancies(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    def list_free_places(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """On the leader: return the places that no node has, each with its slots, once every loss
         of a node was taken."""
         with self._lock:
-            return () if self._lost_nodes else self.membership.vacancies
+            return () if self._lost_nodes else self.membership.free_places
 
     def request_stop(self, reason: str) -> None:
         """On the leader: have all ranks save and end, as at a stop signal."""
@@ -413,11 +417,11 @@ class Lifeline:
 
     # --- nodes that leave on purpose; see `rank_replacement.py` ---
 
-    def retire(self, node: int, reason: str) -> None:
+    def ask_to_leave(self, node: int, reason: str) -> None:
         """Have a node leave on purpose; any node may ask for it. From a step boundary on the others
         go on without its ranks, which a spare takes over, if there is one. `reason` is shown to
-        people: "too slow". While no node can be spared (`membership.survives`), it stays."""
-        self._send_to_leader({"retire": node, "reason": reason})
+        people: "too slow". While no node can be spared (`membership.can_lose_nodes`), it stays."""
+        self._send_to_leader({"ask_to_leave": node, "reason": reason})
 
     def _mark_leaving(self, node: int, reason: str) -> None:
         with self._lock:
@@ -519,7 +523,7 @@ class Lifeline:
     def find_end(self, attempt: int) -> int | None:
         """Return the exit code of the world, once the ranks of every node have ended well."""
         done = self._done.get(attempt, {})
-        holders = [m.node for m in self.membership.list_holders()]
+        holders = [m.node for m in self.membership.list_nodes_with_ranks()]
         is_end = self.is_leader and attempt not in self._ended and holders
         if is_end and all(node in done for node in holders):
             self._ended[attempt] = max(done.values())
@@ -568,7 +572,7 @@ class Lifeline:
         would follow it."""
         if "node" in message:
             if not self.is_leader:
-                self._take_pledge(node, message)
+                self._take_vote(node, message)
                 return
             self._welcome(node, message)
         elif "knowledge" in message:
@@ -579,12 +583,12 @@ class Lifeline:
             self._accept(node, int(message["accepted"]))
         elif "member" in message:
             self._add_member(Member.from_fields(message["member"]))
-        elif "retire" in message:
-            self._mark_leaving(int(message["retire"]), str(message["reason"]))
+        elif "ask_to_leave" in message:
+            self._mark_leaving(int(message["ask_to_leave"]), str(message["reason"]))
         elif "notice" in message:
             self._notices.setdefault(node, Notice(str(message["notice"]), time.monotonic()))
-        elif "signs" in message:
-            self._reports[node] = HeartbeatReport(message["attempt"], message["signs"])
+        elif "heartbeats" in message:
+            self._reports[node] = HeartbeatReport(message["attempt"], message["heartbeats"])
         elif "failure" in message:
             self.agree_on_failure(message["attempt"], Failure(**message["failure"]))
         elif "lost" in message:
@@ -593,8 +597,8 @@ class Lifeline:
                 self._replacements.get(message["attempt"], {}).pop(slot, None)
             self._losses.append((message["attempt"], loss))
         elif "replacement" in message:
-            slot, incarnation = message["replacement"]
-            self._replacements.setdefault(message["attempt"], {})[slot] = incarnation
+            slot, replacement_number = message["replacement"]
+            self._replacements.setdefault(message["attempt"], {})[slot] = replacement_number
         elif "done" in message:
             self._done.setdefault(message["attempt"], {})[node] = int(message["done"])
         elif "ending" in message:
@@ -621,12 +625,12 @@ class Lifeline:
         for attempt, fields in message["rounds"]:
             self._take_newer_round(attempt, Round.from_fields(fields))
 
-    def _take_newer_round(self, attempt: int, told: Round) -> None:
+    def _take_newer_round(self, attempt: int, newer: Round) -> None:
         """Take a round, unless it is older than the one that is known: a node that has another
         parent may hear of them in another order."""
         known = self._rounds.get(attempt)
-        if known is None or told.number >= known.number:
-            self._take_round(attempt, told)
+        if known is None or newer.number >= known.number:
+            self._take_round(attempt, newer)
 
     def _welcome(self, node: int, message: Message) -> None:
         """Take in a node that has connected."""
@@ -638,7 +642,7 @@ class Lifeline:
                     self._server.send(node, {"released": True})
                 return
             is_late = member.place >= 0 and is_new
-            if is_late and self.membership.survives and self._server is not None:
+            if is_late and self.membership.can_lose_nodes and self._server is not None:
                 self._server.drop(node)  # its ranks count as lost: it has to end
                 return
             self._add_member(member)
@@ -647,7 +651,7 @@ class Lifeline:
         epoch, leader = message["knows"]
         if leader == self.own.node:  # its word of that may have been lost with its relay
             self._accept(node, epoch)
-        if self._server is not None and node not in self._pledges:
+        if self._server is not None and node not in self._votes:
             for decision in self._list_decisions():
                 self._server.send(node, decision)
             if not self._is_unsent:
@@ -658,7 +662,7 @@ class Lifeline:
         of_attempts: list[tuple[str, dict[int, Any]]] = [
             ("round", {a: asdict(r) for a, r in self._rounds.items()}),
             ("failure", {a: asdict(f) for a, f in self._failures.items()}),
-            ("stuck", dict(self._hung_ranks)),
+            ("hung", dict(self._hung_ranks)),
             ("ended", dict(self._ended)),
         ]
         return [
@@ -673,8 +677,8 @@ class Lifeline:
         """Keep what the leader decided."""
         if "failure" in message:
             self._failures.setdefault(message["attempt"], Failure(**message["failure"]))
-        elif "stuck" in message:
-            self._hung_ranks[message["attempt"]] = HungRank(*message["stuck"])
+        elif "hung" in message:
+            self._hung_ranks[message["attempt"]] = HungRank(*message["hung"])
         elif "round" in message:
             self._take_newer_round(message["attempt"], Round.from_fields(message["round"]))
         elif "leader" in message:
@@ -686,8 +690,8 @@ class Lifeline:
         elif "tell" in message:
             self._send_to_leader(self._make_knowledge())
         elif "assign" in message:
-            told = SlotAssignment(*message["assign"])
-            self._assignment = told._replace(slots=tuple(told.slots))
+            given = SlotAssignment(*message["assign"])
+            self._assignment = given._replace(slots=tuple(given.slots))
         elif "stop" in message:
             self.stop_reason = str(message["stop"])
         elif "resigned" in message:
@@ -714,9 +718,9 @@ class Lifeline:
         """Take in a node, or what it says of itself. It need not know that it is to leave."""
         with self._lock:
             known = self.membership.members.get(member.node)
-            told = replace(member, leaving=known.leaving if known is not None else "")
-            if told != known:
-                self.membership = self.membership.add(told)
+            updated = replace(member, leaving=known.leaving if known is not None else "")
+            if updated != known:
+                self.membership = self.membership.add(updated)
                 self._is_unsent = True
 
     def _change_membership(self, changed: Membership) -> None:
@@ -729,7 +733,7 @@ class Lifeline:
         """Send the membership if it has changed. Joins are sent together, four times a second;
         those of the beginning once all train, since nobody needs them before."""
         with self._lock:
-            is_needed = self.membership.survives or self._committed.survives
+            is_needed = self.membership.can_lose_nodes or self._committed.can_lose_nodes
             if self.is_leader and self._is_unsent and is_needed:
                 self._is_unsent = False
                 self._send_membership()
@@ -789,7 +793,7 @@ class Lifeline:
     def _on_node_lost(self, node: int, how: str) -> None:
         """A node has gone without a goodbye."""
         with self._lock:
-            self._pledges.pop(node, None)
+            self._votes.pop(node, None)
             member = self.membership.members.get(node)
             if self._is_over or not self.is_leader or member in (None, self.own):
                 return
@@ -798,9 +802,9 @@ class Lifeline:
             present = {self.own.node, *(self._server.nodes if self._server else ())}
             failure = self._make_node_failure(member, how)
             is_spare = member.place < 0
-            if not before.survives and not is_spare:
+            if not before.can_lose_nodes and not is_spare:
                 self.end_every_attempt(failure)
-            elif before.survives and not self._committed.has_quorum(present):
+            elif before.can_lose_nodes and not self._committed.has_quorum(present):
                 self.is_isolated = True
                 self.end_every_attempt(_explain_isolation(failure, self._committed, len(present)))
             else:
@@ -829,8 +833,8 @@ class Lifeline:
             if self.is_electing and not was_waiting:
                 return  # the election goes on with the next node
             before = self.membership
-            self.is_electing = before.survives
-        if before.leader < 0 or not before.survives:
+            self.is_electing = before.can_lose_nodes
+        if before.leader < 0 or not before.can_lose_nodes:
             first = before.members.get(before.leader) or self._leading_member
             self._end(make_node_lost_failure(first, how, self._report.heartbeats or []))
             return
@@ -865,7 +869,7 @@ class Lifeline:
                 return
         self.is_isolated = True
         failure = make_node_lost_failure(lost, how, self._report.heartbeats or [])
-        self._end(_explain_isolation(failure, before, 1 + len(self._pledges)))
+        self._end(_explain_isolation(failure, before, 1 + len(self._votes)))
 
     def _try_to_follow(self, candidate: Member) -> bool:
         """Connect to a node and wait until it leads; returns whether it does."""
@@ -884,7 +888,7 @@ class Lifeline:
             if leads and self._leader is connection:
                 self.leader_changes += 1
                 self.is_electing = False
-                self._pledges.clear()
+                self._votes.clear()
                 return True
             self._leader = None
         connection.close()
@@ -898,7 +902,7 @@ class Lifeline:
             self._server.ask_for_introductions()
         while time.monotonic() < deadline:
             time.sleep(_POLL_S)
-            newest, present = self.membership, {self.own.node, *self._pledges}
+            newest, present = self.membership, {self.own.node, *self._votes}
             if self._ask_for_knowledge() or not newest.has_quorum(present):
                 continue
             late_deadline = min(late_deadline, time.monotonic() + _LATE_NODES_S)
@@ -909,23 +913,23 @@ class Lifeline:
 
     def _ask_for_knowledge(self) -> bool:
         """Ask a node that knows more than this one to tell it; returns whether there is one."""
-        for node, pledge in list(self._pledges.items()):
+        for node, vote in list(self._votes.items()):
             rounds = {a: r.number for a, r in self._rounds.items()}
-            is_ahead = any(number > rounds.get(a, -1) for a, number in pledge["rounds"])
-            if is_ahead or pledge["knows"][0] > self.membership.epoch:
+            is_ahead = any(number > rounds.get(a, -1) for a, number in vote["rounds"])
+            if is_ahead or vote["knows"][0] > self.membership.epoch:
                 now = time.monotonic()
-                if self._server is not None and now > pledge.get("asked", 0.0) + _ASK_INTERVAL_S:
-                    pledge["asked"] = now
+                if self._server is not None and now > vote.get("asked", 0.0) + _ASK_INTERVAL_S:
+                    vote["asked"] = now
                     self._server.send(node, {"tell": True})
                 return True
         return False
 
-    def _take_pledge(self, node: int, message: Message) -> None:
+    def _take_vote(self, node: int, message: Message) -> None:
         """A node would follow this one. Where that happens to a node that waits for word of a new
         leader, it is the one that is to lead."""
         if node == self.own.node:
             return
-        self._pledges[node] = message
+        self._votes[node] = message
         with self._lock:
             is_called = self._is_waiting and not self._is_candidate
             self._is_candidate = self._is_candidate or is_called
@@ -938,8 +942,8 @@ class Lifeline:
 
     def _lead(self, before: Membership, present: set[int], how: str) -> bool:
         """Have a quorum accept this node as the leader; returns whether it does."""
-        pledges = {n: p for n, p in list(self._pledges.items()) if n in present}
-        here = [Member.from_fields(p["member"]) for p in pledges.values()] + [self.own]
+        votes = {n: v for n, v in list(self._votes.items()) if n in present}
+        here = [Member.from_fields(v["member"]) for v in votes.values()] + [self.own]
         gone = [m for m in before.members.values() if m.node not in present]
         epoch = before.epoch + 1
         with self._lock:
@@ -949,7 +953,7 @@ class Lifeline:
             for member in here:
                 self._add_member(member)
             self.membership = replace(
-                self.membership, epoch=epoch, leader=self.own.node, survives=True
+                self.membership, epoch=epoch, leader=self.own.node, can_lose_nodes=True
             )
             self._is_unsent = False
         self._sent.clear()
@@ -977,9 +981,9 @@ class Lifeline:
             self._server.is_root = True
         for message in self._own_reports.to_messages():
             self._handle_from_node(self.own.node, message)
-        for node, pledge in pledges.items():
-            self._welcome(node, pledge)
-        self._pledges.clear()
+        for node, vote in votes.items():
+            self._welcome(node, vote)
+        self._votes.clear()
         for decision in self._list_decisions():
             self._send_to_all(decision)
         return True

@@ -59,7 +59,7 @@ class RelayQueue:
 
 
 def is_heartbeat(message: Message) -> bool:
-    return "signs" in message
+    return "heartbeats" in message
 
 
 def choose_moves(

@@ -1,8 +1,8 @@
 """When each log grew, noted by the agent of its node.
 
 With these notes logs can be merged in order of time whatever wrote them, and stay plain text. A
-line of logs/node-K.stamps is `unixtime name size`: by then, logs/name.log had that size. For a
-program, which does not print by itself, rank 0's log is also copied to the screen.
+line of logs/node-K.stamps is `unixtime name size`: by then, logs/name.log had that size. The log of
+one rank may also be copied to the screen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_READ_BYTES = 1 << 18
 class NodeLogs:
     """The logs of one node in one attempt."""
 
-    def __init__(self, run: Run, node: NodeSpec, ranks: list[int], shows_rank_0: bool) -> None:
+    def __init__(self, run: Run, node: NodeSpec, ranks: list[int], shown_rank: int | None) -> None:
         self._run = run
         self._file = run.get_stamps_file(node.rank)
         batch = [run.job_log_file] if node.rank == 0 else []
@@ -33,8 +33,19 @@ class NodeLogs:
         self._start_sizes = {
             rank: _get_file_size_bytes(run.get_rank_log_file(rank)) for rank in ranks
         }
-        self._shown_bytes = self._start_sizes.get(0, 0)
-        self._shows_rank_0 = shows_rank_0
+        self._shown_rank: int | None = None
+        self._shown_bytes = 0
+        self.show_rank(shown_rank)
+
+    def show_rank(self, rank: int | None) -> None:
+        """From now on copy the log of this rank to the screen, if it is one of this node."""
+        if rank == self._shown_rank:
+            return
+        self._print_shown_rank()
+        self._shown_rank = rank if rank in self._start_sizes else None
+        if rank in self._start_sizes:
+            recorded = self._sizes[self._run.get_rank_log_file(rank)]
+            self._shown_bytes = max(self._start_sizes[rank], recorded)
 
     def record_growth(self) -> None:
         """Note which logs have grown. Called many times a second, it reads only file sizes."""
@@ -48,8 +59,7 @@ class NodeLogs:
             # The disk may be full.
             with contextlib.suppress(OSError), self._file.open("a", encoding="utf-8") as file:
                 file.writelines(lines)
-        if self._shows_rank_0 and 0 in self._start_sizes:
-            self._print_rank_0()
+        self._print_shown_rank()
 
     def read_last_lines(self, rank: int) -> str:
         """Return the last lines that a rank wrote in this attempt."""
@@ -60,12 +70,17 @@ class NodeLogs:
         size = _get_file_size_bytes(self._run.get_rank_log_file(rank))
         return self._read_log_range(rank, max(self._start_sizes[rank], size - _MAX_READ_BYTES))
 
-    def _print_rank_0(self) -> None:
-        """Print what was added to rank 0's log."""
-        size = self._sizes[self._run.get_rank_log_file(0)]
+    def _print_shown_rank(self) -> None:
+        """Print what was added to the log of the rank that is shown."""
+        rank = self._shown_rank
+        if rank is None:
+            return
+        size = self._sizes[self._run.get_rank_log_file(rank)]
         if size > self._shown_bytes:
-            sys.stdout.write(self._read_log_range(0, self._shown_bytes, size))
-            sys.stdout.flush()
+            # Of rank 0 only a program's log is shown, which may be piped; others report progress.
+            stream = sys.stderr if rank else sys.stdout
+            stream.write(self._read_log_range(rank, self._shown_bytes, size))
+            stream.flush()
             self._shown_bytes = size
 
     def _read_log_range(self, rank: int, start: int, end: int | None = None) -> str:

@@ -83,7 +83,7 @@ class MachineJudge:
         else:
             self._lifeline.exclude(host)
             for node in nodes:
-                self._lifeline.retire(node, reason)
+                self._lifeline.ask_to_leave(node, reason)
             text = "it is left out" + (f", and {replaced_by} takes over" if replaced_by else "")
         print(f"{host} is at fault ({reason}): {text}", file=sys.stderr, flush=True)
         found = (time.time(), host, reason, self._newest_step)

@@ -72,13 +72,13 @@ class Membership:
     epoch: int
     leader: int
     members: Mapping[int, Member] = field(default_factory=dict)
-    survives: bool = False
+    can_lose_nodes: bool = False
     """Whether the ranks could go on without a node."""
     lost_hosts: tuple[str, ...] = ()
     """The hosts of all nodes that were lost since the beginning."""
     left_nodes: tuple[int, ...] = ()
     """All nodes that have left on purpose."""
-    vacancies: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    free_places: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """Places that no node has, each with its slots."""
     wanted_nodes: int = 0
     """So many nodes are to run ranks, as far as there are any; 0: as many as at the beginning."""
@@ -103,12 +103,12 @@ class Membership:
     def from_fields(cls, fields: Mapping[str, Any]) -> Membership:
         """Return the membership with the fields that `to_fields` made of it."""
         members = map(Member.from_fields, fields["members"])
-        vacancies = ((int(place), tuple(slots)) for place, slots in fields["vacancies"])
+        free_places = ((int(place), tuple(slots)) for place, slots in fields["free_places"])
         parts = {
             "members": {m.node: m for m in members},
             "lost_hosts": tuple(fields["lost_hosts"]),
             "left_nodes": tuple(fields["left_nodes"]),
-            "vacancies": tuple(vacancies),
+            "free_places": tuple(free_places),
             "faults": tuple((str(host), str(what)) for host, what in fields["faults"]),
             "excluded_hosts": tuple(fields["excluded_hosts"]),
             "returning": tuple(ReturningNode(*each) for each in fields["returning"]),
@@ -138,10 +138,10 @@ class Membership:
 
     def add(self, member: Member) -> Membership:
         """Return the next membership, with a node that is new or has changed."""
-        vacancies = tuple(v for v in self.vacancies if v[0] != member.place)
+        free_places = tuple(v for v in self.free_places if v[0] != member.place)
         members = {**self.members, member.node: member}
         returning = tuple(r for r in self.returning if r.number != member.node)
-        changed = replace(self, members=members, vacancies=vacancies, returning=returning)
+        changed = replace(self, members=members, free_places=free_places, returning=returning)
         return replace(changed, epoch=self.epoch + 1)
 
     def remove(self, node: int) -> Membership:
@@ -152,7 +152,7 @@ class Membership:
         if gone is None:
             return changed
         if gone.slots:
-            changed = replace(changed, vacancies=(*self.vacancies, (gone.place, gone.slots)))
+            changed = replace(changed, free_places=(*self.free_places, (gone.place, gone.slots)))
         if gone.leaving:
             return replace(changed, left_nodes=(*self.left_nodes, node))
         changed = replace(changed, lost_hosts=(*self.lost_hosts, gone.host))
@@ -165,14 +165,14 @@ class Membership:
     def add_places(self, count: int) -> Membership:
         """Return the membership with so many further places, each with new slots: as many as a
         node has."""
-        taken = [(m.place, m.slots) for m in self.list_holders()] + [*self.vacancies]
+        taken = [(m.place, m.slots) for m in self.list_nodes_with_ranks()] + [*self.free_places]
         place = max(place for place, _ in taken) + 1
         slot = max(slot for _, slots in taken for slot in slots) + 1
         size = max(len(slots) for _, slots in taken)
         added = (
             (place + i, tuple(range(slot + i * size, slot + (i + 1) * size))) for i in range(count)
         )
-        return replace(self, vacancies=(*self.vacancies, *added))
+        return replace(self, free_places=(*self.free_places, *added))
 
     def reserve_nodes(self, count: int) -> tuple[Membership, int]:
         """Return the membership with so many further numbers of nodes taken, and the first one."""
@@ -197,7 +197,7 @@ class Membership:
             return []
         return [each for each in self.returning if each.host not in self.excluded_hosts]
 
-    def list_holders(self) -> list[Member]:
+    def list_nodes_with_ranks(self) -> list[Member]:
         """Return the nodes that run ranks."""
         return [m for m in self.members.values() if m.slots]
 

@@ -308,8 +308,8 @@ class ChannelListener:
         _allow_open_files(_OTHER_FILES + self.max_strangers + nodes)
         self.port: int = self._listener.getsockname()[1]
         self._key = key
-        self._strangers: dict[MessageChannel, None] = {}
-        """Connections that have not proved to have the key yet, the oldest first."""
+        self._strangers: dict[MessageChannel, str] = {}
+        """Connections that have not proved to have the key yet, the oldest first → from where."""
         self._refused = 0
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -364,13 +364,13 @@ class ChannelListener:
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, address = self._listener.accept()
         except OSError:  # it has gone again, or this process has no file descriptor left
             if self._strangers:
                 self._refuse(next(iter(self._strangers)), "came with too many others")
             return
         channel = MessageChannel(connection, self._key, is_listener=True)
-        self._strangers[channel] = None
+        self._strangers[channel] = address[0]
         self._selector.register(connection, selectors.EVENT_READ, channel)
         if len(self._strangers) > self.max_strangers:
             self._refuse(next(iter(self._strangers)), "came with too many others")
@@ -397,9 +397,7 @@ class ChannelListener:
         """Close the connection of a stranger. That costs a line, but not any number of them."""
         self._refused += 1
         if self._refused <= _MAX_REPORTED_STRANGERS:
-            address = "?"
-            with contextlib.suppress(OSError):
-                address = channel.connection.getpeername()[0]
+            address = self._strangers[channel]
             more = "; more are not reported" if self._refused == _MAX_REPORTED_STRANGERS else ""
             print(f"refused a connection from {address}: it {reason}{more}", file=sys.stderr)
         self.close_channel(channel)

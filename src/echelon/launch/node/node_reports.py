@@ -43,7 +43,7 @@ class SlotAssignment(NamedTuple):
     slots: tuple[int, ...]
     world_size: int
     """Of the first round; slots may be beyond it."""
-    first_incarnation: int
+    first_replacement_number: int
     """Its replacements count from here, so that none is taken for one of the lost node."""
 
 
@@ -93,7 +93,8 @@ def make_node_lost_failure(member: Member, how: str, heartbeats: RankHeartbeats)
     """Return the failure of a world that lost a node."""
     step = max((s["step"] for s in heartbeats if s["begun"]), default=None)
     ranks = _format_rank_span(list(member.slots))
-    where = ", ".join([member.host, *([f"rank {ranks}"] if ranks else [])])
+    noun = "ranks" if len(member.slots) > 1 else "rank"
+    where = ", ".join([member.host, *([f"{noun} {ranks}"] if ranks else [])])
     summary = f"node {member.node} ({where}) {how}: it is down, cut off, or its agent was killed"
     rank = member.slots[0] if member.slots else 0
     return Failure(rank, member.host, step, summary, "", int(ExitCode.NODE_LOST))

@@ -29,7 +29,11 @@ class ScaleAnswer:
     before: int = 0
     """Nodes that run ranks, without those that are about to leave."""
     leaving: tuple[str, ...] = ()
-    """Hosts that leave."""
+    """The hosts of the nodes that leave. Another node may stay on one of them."""
+    leaving_nodes: tuple[int, ...] = ()
+    """The numbers of these nodes."""
+    vacated_hosts: tuple[str, ...] = ()
+    """Hosts of the run's own job on which no node of that job is left."""
     joining: tuple[str, ...] = ()
     """Hosts of spares that are given ranks."""
     missing: int = 0
@@ -43,39 +47,49 @@ class ScaleAnswer:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> ScaleAnswer:
         """Return the answer with the fields that `to_json` made of it."""
-        parts = {key: tuple(fields[key]) for key in ("leaving", "joining")}
+        parts = {key: tuple(fields[key]) for key in _TUPLES}
         return cls(**{**fields, **parts, "faults": tuple(Fault(*f) for f in fields["faults"])})
+
+
+_TUPLES = ("leaving", "leaving_nodes", "vacated_hosts", "joining")
 
 
 def scale_nodes(lifeline: Lifeline, count: int, limits: ScaleLimits) -> ScaleAnswer:
     """On the leader: have so many nodes run ranks. The last ones leave, or spares and nodes that
     come later are given ranks."""
     known = lifeline.membership
-    holders = sorted(known.list_holders(), key=lambda m: m.node)
+    holders = sorted(known.list_nodes_with_ranks(), key=lambda m: m.node)
     staying = [m for m in holders if not m.leaving]
     spares = [m for m in known.members.values() if m.is_spare]
     if faults := _find_faults(lifeline, count, limits):
         return ScaleAnswer(tuple(faults), len(staying))
-    added = max(0, count - len(holders) - len(known.vacancies))
+    added = max(0, count - len(holders) - len(known.free_places))
     lifeline.set_wanted_nodes(count, added)
     leaving = staying[count:]
     for member in leaving:
-        lifeline.retire(member.node, f"scaled to {count} node{'s' * (count > 1)}")
+        lifeline.ask_to_leave(member.node, f"scaled to {count} node{'s' * (count > 1)}")
     joining = spares[: max(0, count - len(staying))]
     missing = max(0, count - len(staying) - len(joining))
+    own_hosts = {m.host for m in leaving if not m.is_added}
+    kept_hosts = {
+        m.host
+        for m in known.members.values()
+        if m not in leaving and not m.leaving and not m.is_added
+    }
     return ScaleAnswer(
-        (),
-        len(staying),
-        tuple(m.host for m in leaving),
-        tuple(m.host for m in joining),
-        missing,
-        lifeline.reserve_nodes(missing) if missing else 0,
+        before=len(staying),
+        leaving=tuple(m.host for m in leaving),
+        leaving_nodes=tuple(m.node for m in leaving),
+        vacated_hosts=tuple(sorted(own_hosts - kept_hosts)),
+        joining=tuple(m.host for m in joining),
+        missing=missing,
+        first_node=lifeline.reserve_nodes(missing) if missing else 0,
     )
 
 
 def _find_faults(lifeline: Lifeline, count: int, limits: ScaleLimits) -> list[Fault]:
     known, faults = lifeline.membership, []
-    if not known.survives:
+    if not known.can_lose_nodes:
         why = "it has not begun to train, or ends, or its state cannot be handed on (NCCL)"
         faults.append(
             Fault(

@@ -41,7 +41,7 @@ from echelon.world.rounds import (
 )
 from echelon.world.sealed_store import SealedStore
 
-_INCARNATIONS_PER_EPOCH = 1000
+_REPLACEMENTS_PER_EPOCH = 1000
 _NOTICE_WINDOW_S = 3.0
 """Within so long a stop signal to the whole run has reached all of its nodes. Were it later, nodes
 would leave one by one, and the last ones would save and end."""
@@ -85,7 +85,7 @@ class RankReplacement:
         limits: ReplacementLimits,
         run: Run,
         judge: MachineJudge,
-        first_incarnation: int = 0,
+        first_replacement_number: int = 0,
     ) -> None:
         self._lifeline, self._store, self._attempt = lifeline, store, attempt
         self._rounds = RoundStore(store.client, attempt)
@@ -93,7 +93,7 @@ class RankReplacement:
         self._judge, self._next_slow_s = judge, 0.0
         self.round = self._first_round = Round(0, tuple(range(world_size)))
         """The newest one that this agent knows."""
-        self._is_first_formed = first_incarnation > 0
+        self._is_first_formed = first_replacement_number > 0
         self._known_rounds = [self.round]
         self._failed_joins: dict[int, int] = {}
         """Slot → how many of its replacements in a row were lost before they joined. One that
@@ -102,11 +102,11 @@ class RankReplacement:
         """Present on the node that leads."""
         self._formed_number = -1
         """Of a round that is known to be formed, though the store does not know it."""
-        self._ending_nodes: dict[int, str] = {}
-        """Node that was released, and whose ranks have yet to end → its host."""
+        self._ending_nodes: set[int] = set()
+        """Nodes that were released, and whose ranks have yet to end."""
         self._recorder = RoundRecorder(run, time.monotonic())
-        self._first_incarnation = first_incarnation
-        self._incarnations: dict[int, int] = {}
+        self._first_replacement_number = first_replacement_number
+        self._replacement_numbers: dict[int, int] = {}
         self._started_in: dict[int, int] = {}
         """Slot → the number of the round in which its newest replacement was started."""
         self._open_prefixes = [self.prefix]
@@ -164,7 +164,7 @@ class RankReplacement:
         # A loop of the user's own is begun in a round, and may fail before that round is formed.
         is_member = slot in self.round.slots and self.has_joined(slot)
         self._failed_joins[slot] = 0 if is_member else self._failed_joins.get(slot, 0) + 1
-        if failure.exit == ExitCode.WRONG_NUMBERS and self._incarnations.get(slot):
+        if failure.exit == ExitCode.WRONG_NUMBERS and self._replacement_numbers.get(slot):
             self._failed_joins[slot] = (
                 self._limits.max_losses
             )  # it is not the process that is at fault
@@ -191,12 +191,14 @@ class RankReplacement:
         joined = [r for r in self._known_rounds if r.number > started_in and slot in r.slots]
         return any(self._rounds.is_formed(r) for r in joined)
 
-    def begin_incarnation(self, slot: int) -> int:
+    def number_replacement(self, slot: int) -> int:
         """Return how many processes this slot has had before the one that is started now."""
-        self._incarnations[slot] = self._incarnations.get(slot, self._first_incarnation) + 1
+        self._replacement_numbers[slot] = (
+            self._replacement_numbers.get(slot, self._first_replacement_number) + 1
+        )
         self._started_in[slot] = self.round.number
-        self._lifeline.report_replacement(self._attempt, slot, self._incarnations[slot])
-        return self._incarnations[slot]
+        self._lifeline.report_replacement(self._attempt, slot, self._replacement_numbers[slot])
+        return self._replacement_numbers[slot]
 
     def advance(self, step: int, done_slots: Collection[int]) -> Round | None:
         """Decide, on the node that leads, what follows from losses and replacements; return a round
@@ -231,12 +233,12 @@ class RankReplacement:
         if lost_nodes and not self._may_lose_nodes(lost_nodes):
             return
         for lost in lost_nodes:
-            self._lifeline.void_replacements(self._attempt, lost.member.slots)
+            self._lifeline.discard_replacements(self._attempt, lost.member.slots)
             losses.append(RankLoss(list(lost.member.slots), lost.failure))
         # First: an agent must know that it leaves before it may start a replacement.
         self._judge.count_losses(losses, keeper.current.slots)
-        survives = self._lifeline.membership.survives
-        self._judge.judge_all(step, survives, self._read_slow_machine())
+        can_lose_nodes = self._lifeline.membership.can_lose_nodes
+        self._judge.judge_all(step, can_lose_nodes, self._read_slow_machine())
         if losses:
             self._formed_number = -1
             known = keeper.current
@@ -251,25 +253,25 @@ class RankReplacement:
                 self._begin(decided)
                 hosts = [loss.failure.host for loss in losses]
                 self._recorder.begin(decided, slots, (), time.monotonic(), hosts)
-        self._fill_vacancies(keeper)
+        self._fill_free_places(keeper)
         self._stop_below_minimum(bool(lost_nodes))
         self._answer_notices()
         if self._is_formed(keeper.current):
-            self._let_nodes_go(keeper)
+            self._release_leaving_nodes(keeper)
         if not self._lifeline.is_leader:
             return  # it has resigned
         members = self._lifeline.membership.members.values()
         leaving = {slot for member in members if member.leaving for slot in member.slots}
         waiting = [
             slot
-            for slot, incarnation in self._lifeline.get_replacements(self._attempt).items()
+            for slot, replacement_number in self._lifeline.get_replacements(self._attempt).items()
             if slot not in keeper.current.slots
             and slot not in leaving
-            and self._rounds.has_offer(slot, incarnation)
+            and self._rounds.has_offer(slot, replacement_number)
         ]
         # Not before all are in the current round: a rank on its way there would skip it.
         if waiting and self._is_formed(keeper.current):
-            planned = keeper.take_back(waiting)
+            planned = keeper.plan_with(waiting)
             self._begin(planned)
             self._recorder.begin(planned, (), waiting, time.monotonic())
 
@@ -323,32 +325,36 @@ class RankReplacement:
         known = self._lifeline.membership
         hosts = [m.host for m in known.members.values()]
         leader = known.members[known.leader].host
-        about = {"epoch": known.epoch, "leader": leader, "hosts": hosts}
-        about |= {"ending_hosts": list(self._ending_nodes.values())}
+        about = {
+            "epoch": known.epoch,
+            "leader": leader,
+            "nodes": [*known.members],
+            "hosts": hosts,
+            "ending_nodes": sorted(self._ending_nodes),
+            "lost_hosts": known.lost_hosts,
+        }
         with contextlib.suppress(OSError):  # the disk may be full
             # Not into the status, which rank 0 may be writing now.
-            write_json_atomically(
-                self._run.membership_file, about | {"lost_hosts": known.lost_hosts}
-            )
+            write_json_atomically(self._run.membership_file, about)
 
-    def _fill_vacancies(self, keeper: RoundKeeper) -> None:
+    def _fill_free_places(self, keeper: RoundKeeper) -> None:
         """Give the ranks of nodes that are gone to spares."""
-        for place, slots in self._lifeline.list_vacancies():
+        for place, slots in self._lifeline.list_free_places():
             known = self._lifeline.membership
-            staying = [m for m in known.list_holders() if not m.leaving]
+            staying = [m for m in known.list_nodes_with_ranks() if not m.leaving]
             is_full = 0 < known.wanted_nodes <= len(staying)
             if is_full or set(slots) & set(keeper.current.slots):
                 continue
             if (spare := known.find_spare(len(slots))) is None:
                 continue
-            first = known.epoch * _INCARNATIONS_PER_EPOCH
+            first = known.epoch * _REPLACEMENTS_PER_EPOCH
             print(f"{spare.host} takes over {format_slots(slots)}", file=sys.stderr, flush=True)
             self._lifeline.assign(
                 spare.node, SlotAssignment(self._attempt, place, slots, self._world_size, first)
             )
 
     def _stop_below_minimum(self, has_lost_nodes: bool) -> None:
-        count = len(self._lifeline.membership.list_holders())
+        count = len(self._lifeline.membership.list_nodes_with_ranks())
         if has_lost_nodes and count < self._limits.min_nodes:
             least = f"launch.min_nodes={self._limits.min_nodes}"
             self._lifeline.request_stop(f"{count} nodes are left, and {least}: saving and ending")
@@ -379,14 +385,14 @@ class RankReplacement:
         for node, notice in pending.items():
             # A signal to a further job never means the run.
             if waited_s > _NOTICE_WINDOW_S or members[node].is_added:
-                lifeline.retire(node, f"it was sent {notice.signal}")
+                lifeline.ask_to_leave(node, f"it was sent {notice.signal}")
 
-    def _let_nodes_go(self, keeper: RoundKeeper) -> None:
+    def _release_leaving_nodes(self, keeper: RoundKeeper) -> None:
         """Release nodes without whose ranks the others have gone on, and plan the round without
         those of the next one."""
         lifeline, current = self._lifeline, set(keeper.current.slots)
         if ended := [n for n in self._ending_nodes if not lifeline.is_connected(n)]:
-            self._ending_nodes = {n: h for n, h in self._ending_nodes.items() if n not in ended}
+            self._ending_nodes.difference_update(ended)
             self._write_membership()
         leaving = [m for _, m in sorted(lifeline.membership.members.items()) if m.leaving]
         others = [m for m in leaving if m.node != lifeline.own.node]
@@ -394,21 +400,21 @@ class RankReplacement:
         serving = [m for m in others if self._serves_round(m)]
         for member in others:
             if not current & set(member.slots) and member not in serving:
-                lifeline.void_replacements(self._attempt, member.slots)
+                lifeline.discard_replacements(self._attempt, member.slots)
                 lifeline.release(member.node)
-                self._ending_nodes[member.node] = member.host
+                self._ending_nodes.add(member.node)
                 self._write_membership()
         holders = [m for m in others if current & set(m.slots)] or serving
         if not leaving or lifeline.stop_reason or not self.can_replace():
             return
-        staying = [m for m in lifeline.membership.list_holders() if not m.leaving]
+        staying = [m for m in lifeline.membership.list_nodes_with_ranks() if not m.leaving]
         spares = [m for m in lifeline.membership.members.values() if m.is_spare]
         if not staying or len(staying) + len(spares) < self._limits.min_nodes:
             self._request_stop_for(leaving[0], len(staying))
         elif holders:
-            planned = keeper.let_go(holders[0].slots, _describe_leaving(holders[0]))
+            planned = keeper.plan_without(holders[0].slots, _describe_leaving(holders[0]))
             assert planned is not None  # somebody stays
-            lifeline.void_replacements(self._attempt, holders[0].slots)  # it may be one itself
+            lifeline.discard_replacements(self._attempt, holders[0].slots)  # it may be one itself
             self._begin(planned)
             self._recorder.begin(planned, (), (), time.monotonic(), left=holders[0].slots)
         elif len(others) < len(leaving) and lifeline.resign():  # only the leader is left to leave
@@ -434,6 +440,7 @@ def _describe_leaving(member: Member) -> str:
 def describe_loss(failure: Failure) -> str:
     """One sentence about a rank or a node that is lost while the others go on."""
     at = "before its first step" if failure.step is None else f"after step {failure.step}"
-    if failure.exit == ExitCode.NODE_LOST:
-        return f"lost {failure.summary}" + ("" if failure.step is None else f"; {at}")
+    if failure.exit == ExitCode.NODE_LOST:  # a new leader does not know its step
+        when = "" if failure.step is None else f" {at}"
+        return f"lost a node{when}: {failure.summary}"
     return f"lost rank {failure.rank} on {failure.host} {at}: {failure.summary}"

@@ -50,7 +50,7 @@ class RoundKeeper:
         """Whether ranks were lost too often without a step between."""
         return self._losses_in_row > self.max_losses
 
-    def let_go(self, slots: Collection[int], reason: str) -> Round | None:
+    def plan_without(self, slots: Collection[int], reason: str) -> Round | None:
         """Return the planned round without slots whose node leaves on purpose; None where nobody
         would be left."""
         remaining = tuple(s for s in self.current.slots if s not in slots)
@@ -58,13 +58,16 @@ class RoundKeeper:
             return None
         return self._begin(remaining, is_planned=True, reason=f"{reason}; {_go_on(remaining)}")
 
-    def take_back(self, slots: Collection[int]) -> Round:
-        """Return the round to which these replacements belong as well."""
+    def plan_with(self, slots: Collection[int]) -> Round:
+        """Return the round to which these replacements, and ranks beyond those of the start, belong
+        as well."""
         members = tuple(sorted({*self.current.slots, *slots}))
-        count = f"{len(members)} processes"
-        return self._begin(
-            members, is_planned=True, reason=f"{format_slots(slots)} replaced: {count}"
-        )
+        added = [s for s in slots if s >= self.world_size]
+        replaced = [s for s in slots if s < self.world_size]
+        what = [f"{format_slots(replaced)} replaced"] if replaced else []
+        what += [f"{format_slots(added)} added"] if added else []
+        reason = f"{', '.join(what)}: {len(members)} processes"
+        return self._begin(members, is_planned=True, reason=reason)
 
     def _begin(self, slots: tuple[int, ...], is_planned: bool, reason: str) -> Round:
         self.current = Round(self.current.number + 1, slots, is_planned, reason)

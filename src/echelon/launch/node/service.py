@@ -227,6 +227,7 @@ class _NodeService:
             config.mode == "plain",
             self._report_nodes,
             node.procs * config.replica.devices,
+            self._launcher.agents_print_to_screen,
         )
         self._copy_to_standby_store("card/0", "restarts")
         spec = make_worker_spec(self._rendezvous, node.procs, restarts)

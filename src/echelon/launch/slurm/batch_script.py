@@ -385,9 +385,11 @@ def render_agents_step(config: Config) -> Iterator[str]:
     yield f"  {make_python_command(config)} -m echelon node \\"
     yield '  --nodes "$SLURM_NNODES" --master "$master:$port" "$run"'
     if survives:
-        yield 'code=$?; kill "$waiting" 2> /dev/null; kill -USR1 "$returning" 2> /dev/null'
-        yield "# Agents that were started again may go on when all first ones are gone."
-        yield 'while kill -0 "$returning" 2> /dev/null; do wait "$returning"; done 2> /dev/null'
+        yield 'code=$?; kill "$waiting" 2> /dev/null'
+        yield "# Agents that were started again may go on when all first ones are gone. The signal"
+        yield "# may come before it is listened to; what bash says of that is not for the log."
+        yield '{ kill -USR1 "$returning"; wait "$returning"'
+        yield 'while kill -0 "$returning"; do wait "$returning"; done; } 2> /dev/null'
         yield '(exit "$code")'
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 
 from echelon.config.schema import Config
@@ -26,7 +27,8 @@ def queue_joining_job(config: Config, run: Run, count: int, first_node: int) -> 
 def render_joining_script(config: Config, run: Run, count: int, first_node: int) -> str:
     """Return its script. The key of the run is in none of its lines: agents read it from a file
     that is their owner's alone."""
-    of_job = replace(config, launch=replace(config.launch, nodes=count, spares=0))
+    sbatch = _drop_node_names(config.launch.sbatch)
+    of_job = replace(config, launch=replace(config.launch, nodes=count, spares=0, sbatch=sbatch))
     procs = batch_script.count_processes_per_node(config)
     options = [
         f"--job-name={_make_name(run)}",
@@ -56,6 +58,12 @@ def render_joining_script(config: Config, run: Run, count: int, first_node: int)
             "",
         ]
     )
+
+
+def _drop_node_names(options: Sequence[str]) -> list[str]:
+    """Return options of sbatch without those that name nodes: they name those of the run's own job,
+    and are as many."""
+    return [o for o in options if not o.startswith(("--nodelist", "-w"))]
 
 
 def _make_name(run: Run) -> str:

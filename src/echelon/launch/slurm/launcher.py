@@ -57,6 +57,7 @@ class SlurmLauncher(Launcher):
     needs_shared_folder = True
     finds_node_0_by_name = True
     has_one_agent_per_host = True
+    agents_print_to_screen = False
 
     def complete_config(self, config: Config, dry_run: bool) -> Config:
         """Name the run, and check that the secrets can be read.

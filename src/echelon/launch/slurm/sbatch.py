@@ -68,8 +68,8 @@ def _make_refusal(words: str) -> EchelonError:
     return EchelonError(
         Fault(
             f"Slurm does not take the job: {'; '.join(reasons)}",
-            "compare launch.nodes, gpus_per_node, partition, account, time and sbatch with "
-            "`sinfo -o '%P %D %c %G %l'`; --dry-run shows the script",
+            "compare launch.nodes, spares (nodes beside them), gpus_per_node, partition, account, "
+            "time and sbatch with `sinfo -o '%P %D %c %G %l'`; --dry-run shows the script",
         )
     )
 
