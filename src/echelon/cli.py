@@ -126,6 +126,7 @@ SUBCOMMANDS = {
     "cancel": Subcommand("ask runs to save and end", "jobs"),
     "runs": Subcommand("what was trained, with which settings and results", "runs"),
     "show": Subcommand("one run and its curves", "runs"),
+    "pull": Subcommand("snapshots of a run on a cluster, brought here", "pull"),
     "board": Subcommand("one live page over runs, sweeps, jobs and machines", "board"),
     "plot": Subcommand("curves of several runs, as an image or a page", "runs"),
     "note": Subcommand("a note and tags for a run", "runs"),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from echelon.config.schema import Config, build_config
 from echelon.errors import EchelonError, ExitCode, Fault
-from echelon.runs.create import assign_numbered_names, create_run
+from echelon.runs.create import assign_name, assign_numbered_names, create_run
 from echelon.runs.run_folder import Run
 from echelon.runs.submitted_run import place_beside_submitted_run
 from echelon.utils.streams import use_tolerant_streams
@@ -73,7 +73,10 @@ def train_multirun(
     composed = (
         compose(words, experiment, conf_dir, defaults=defaults) for words in expand_multirun(rest)
     )
-    configs = assign_numbered_names([place_beside_submitted_run(c, os.environ) for c in composed])
+    unnamed = [place_beside_submitted_run(c, os.environ) for c in composed]
+    configs = assign_numbered_names(unnamed)
+    if configs[0].launch.login is not None:
+        return _start_by_login(configs, unnamed[0].run.name, dry_run, False, wait)
     launcher = make_launcher(configs[0])
     code = launcher.start_multirun(configs, dry_run, start_run)
     if dry_run or not (wait and launcher.queue):  # without a queue they are over by now
@@ -120,6 +123,8 @@ def start_run(
     """Take a configuration through the steps of its launcher; returns the exit code."""
     from echelon.launch.registry import make_launcher
 
+    if config.launch.login is not None:
+        return _start_by_login([assign_name(config)], config.run.name, dry_run, as_json, wait)
     launcher = make_launcher(config)
     config, plan = _plan_run(launcher, config, dry_run)
     if dry_run:
@@ -132,6 +137,27 @@ def start_run(
     with use_tolerant_streams():
         code = launcher.start(config, plan, services)
         return launcher.follow(config, code, wait, services)
+
+
+def _start_by_login(
+    configs: Sequence[Config], given_name: str | None, dry_run: bool, as_json: bool, wait: bool
+) -> int:
+    """Submit runs by the login node of a cluster (`launch.login`); returns the exit code."""
+    from echelon.login.refresh import following
+    from echelon.login.submission import plan_by_login, submit_by_login
+
+    if dry_run:
+        plan_by_login(configs, os.environ).print_plan(as_json)
+        return ExitCode.OK
+    submission = submit_by_login(configs, given_name)
+    with following(submission.runs if wait else []):
+        if len(submission.runs) == 1:
+            return _make_launch_services().follow_queued_run(submission.configs[0], wait)
+        if not wait:
+            return ExitCode.OK
+        from echelon.jobs.wait import wait_for_runs
+
+        return wait_for_runs(submission.runs)
 
 
 def check_run_in_process(config: Config) -> Config:

@@ -55,9 +55,12 @@ examples:
     parser.add_argument("--json", action="store_true", help="print the address as JSON")
     given = parser.parse_args(words)
     roots = _find_roots(given.dir or ["runs"])
-    if given.tui:
-        return _run_terminal_board(roots)
-    return _serve(roots, given)
+    from echelon.login.refresh import following_folders
+
+    with following_folders(roots, with_logs=True, tells=False):
+        if given.tui:
+            return _run_terminal_board(roots)
+        return _serve(roots, given)
 
 
 def _parse_port(text: str) -> int:

@@ -73,12 +73,18 @@ links: [{from, to, bytes_per_s}], slowest: host or null}.""",
     given = parser.parse_intermixed_args(words)
     if given.run and given.overrides:
         parser.error("a run has its own settings: give --run or KEY=VALUE")
+    from echelon.login.remote_commands import refuse_login
     from echelon.preflight.check_nodes import run_node_checks
 
     config = (
         _recompose_run_config(given.run, given.dir)
         if given.run
         else _compose_train_config(given.overrides)
+    )
+    refuse_login(
+        config.launch.login,
+        "`echelon preflight` starts its checks with srun, which this machine does not have",
+        "submit with launch.preflight=true: the job then checks its nodes first",
     )
     return run_node_checks(config, given.json, given.limit, given.wait)
 

@@ -35,9 +35,15 @@ def jobs(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     add_dir_argument(parser)
     given = parser.parse_args(words)
+    from echelon.login.refresh import following_folders, refresh_listed, refresh_named
     from echelon.views.jobs_table import show_jobs
 
-    return show_jobs(Path(given.dir), given.run, given.all, given.json, given.watch)
+    root = Path(given.dir)
+    refresh_named(given.run, given.dir)
+    if not given.run:
+        refresh_listed(root)
+    with following_folders([root] if given.watch else [], with_logs=False, tells=False):
+        return show_jobs(root, given.run, given.all, given.json, given.watch)
 
 
 def logs(words: list[str]) -> int:
@@ -69,13 +75,17 @@ def logs(words: list[str]) -> int:
     add_dir_argument(parser)
     given = parser.parse_args(words)
     from echelon.jobs.logs import show_logs, show_logs_of_runs
+    from echelon.login.refresh import following, refresh_runs
     from echelon.runs.find import find_run, find_runs
 
     found = find_runs(given.run, given.dir)
+    if not given.follow:
+        refresh_runs(found, with_logs=True)
     if len(found) > 1 and not given.follow:
         return show_logs_of_runs(found, given.rank, given.node, given.lines)
     run = find_run(given.run, given.dir)
-    return show_logs(run, given.rank, given.node, given.lines, given.follow)
+    with following([run] if given.follow else []):
+        return show_logs(run, given.rank, given.node, given.lines, given.follow)
 
 
 def stacks(words: list[str]) -> int:
@@ -113,9 +123,13 @@ that did not answer]}. The most recent call is the first.""",
     add_dir_argument(parser)
     given = parser.parse_args(words)
     from echelon.jobs.stacks import show_stacks
+    from echelon.login.remote_commands import run_there
     from echelon.runs.find import find_run
 
     run = find_run(given.run, given.dir)
+    if run.origin_file.exists():
+        options = ["--all-threads"] * given.all_threads + ["--json"] * given.json
+        return run_there([run], lambda folders: ["stacks", *options, *folders])
     return show_stacks(run, given.all_threads, given.json, given.here)
 
 
@@ -130,9 +144,12 @@ def attach(words: list[str]) -> int:
     add_dir_argument(parser)
     given = parser.parse_args(words)
     from echelon.jobs.attach import attach_run
+    from echelon.login.refresh import following
     from echelon.runs.find import find_run
 
-    return attach_run(find_run(given.run, given.dir))
+    run = find_run(given.run, given.dir)
+    with following([run]):
+        return attach_run(run)
 
 
 def scale(words: list[str]) -> int:
@@ -162,10 +179,15 @@ how many are being started, job: the further job or null, given_back_to_slurm}."
     add_dir_argument(parser)
     given = parser.parse_intermixed_args(words)  # nodes=N may stand after an option
     from echelon.jobs.scale import parse_node_count, scale_run
+    from echelon.login.remote_commands import run_there
     from echelon.runs.find import find_run
 
     count = parse_node_count(given.setting)
-    return scale_run(find_run(given.run, given.dir), count, given.json)
+    run = find_run(given.run, given.dir)
+    if run.origin_file.exists():
+        options = [*given.setting, *["--json"] * given.json]
+        return run_there([run], lambda folders: ["scale", *folders, *options])
+    return scale_run(run, count, given.json)
 
 
 def cancel(words: list[str]) -> int:
@@ -185,9 +207,16 @@ def cancel(words: list[str]) -> int:
     add_dir_argument(parser)
     given = parser.parse_args(words)
     from echelon.jobs.cancel import cancel_runs, requeue_runs
+    from echelon.login.remote_commands import run_there, split_by_place
     from echelon.runs.find import find_runs
 
-    runs = [run for name in given.run for run in find_runs(name, given.dir)]
+    found = [run for name in given.run for run in find_runs(name, given.dir)]
+    runs, elsewhere = split_by_place(found)
+    options = [f"--{name}" for name in ("now", "requeue") if getattr(given, name)]
+    options += ["--dry-run"] * given.dry_run
+    code = run_there(elsewhere, lambda folders: ["cancel", *options, *folders])
+    if not runs:
+        return code
     if given.requeue:
-        return requeue_runs(runs, given.dry_run)
-    return cancel_runs(runs, given.now, given.dry_run)
+        return max(code, requeue_runs(runs, given.dry_run))
+    return max(code, cancel_runs(runs, given.now, given.dry_run))

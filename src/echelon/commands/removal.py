@@ -71,6 +71,12 @@ def _remove(words: Sequence[str], root: str, yes: bool) -> int:
         for folder in sorted(folders)
     }
     _require_consent(" and ".join(f"move {text}" for text in counted.values()), yes)
+    from echelon.login.remote_commands import run_there, split_by_place
+
+    # Of a run on a cluster, the run there goes first: it may be at work, which is refused.
+    code = run_there(split_by_place(runs)[1], lambda there: ["rm", "--yes", *there])
+    if code != ExitCode.OK:
+        return code
     move_to_trash(runs)
     for folder, text in counted.items():
         option = "" if folder == Path("runs").absolute() else f" --dir {_shorten(folder)}"
@@ -81,11 +87,15 @@ def _remove(words: Sequence[str], root: str, yes: bool) -> int:
 
 
 def _restore(words: Sequence[str], root: Path) -> int:
+    from echelon.login.remote_commands import run_there, split_by_place
     from echelon.runs.removal import restore_from_trash
+    from echelon.runs.run_folder import Run
 
-    for path in restore_from_trash(words, root):
+    restored = restore_from_trash(words, root)
+    for path in restored:
         print(f"brought back {_shorten(path.absolute())}")
-    return ExitCode.OK
+    runs = split_by_place([Run(path.absolute()) for path in restored])[1]
+    return run_there(runs, lambda there: ["rm", "--undo", *(Path(each).name for each in there)])
 
 
 def _empty_trash(root: Path, yes: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 from pathlib import Path
 
 from echelon.commands.arguments import (
@@ -71,8 +72,10 @@ has the state `broken`.""",
     parser.add_argument("--json", action="store_true")
     add_dir_argument(parser)
     given = parser.parse_args(words)
+    from echelon.login.refresh import refresh_listed
     from echelon.views.runs_table import RunsQuery, show_runs
 
+    refresh_listed(Path(given.dir))
     query = RunsQuery(given.all, given.sort, given.reverse, given.filter, given.tag, given.columns)
     return show_runs(Path(given.dir), query, given.json)
 
@@ -94,8 +97,10 @@ snapshots: [{step, best, folder}], files: {name: path}}. What is not known is nu
     parser.add_argument("--json", action="store_true")
     add_dir_argument(parser)
     given = parser.parse_args(words)
+    from echelon.login.refresh import refresh_named
     from echelon.views.run_details import show_run
 
+    refresh_named([given.run], given.dir)
     return show_run(given.run, given.dir, given.json)
 
 
@@ -138,9 +143,13 @@ a click and zooms by drag. .png and .svg need matplotlib: pip install 'echelon[p
     parser.add_argument("--title", default="")
     add_dir_argument(parser)
     given = parser.parse_intermixed_args(words)
+    from echelon.login.refresh import refresh_listed, refresh_named
     from echelon.views.plot import plot_runs
     from echelon.views.plot_data import PlotOptions
 
+    refresh_named(given.run, given.dir)
+    if glob.has_magic(" ".join(given.run)):
+        refresh_listed(Path(given.dir))
     wanted = PlotOptions(given.metric, given.x, given.smooth, given.log, given.title)
     return plot_runs(given.run, given.dir, Path(given.output), wanted)
 

@@ -138,7 +138,7 @@ def _train_like(where: str, overrides: list[str], dry_run: bool, as_json: bool, 
     from echelon.runs.find import find_run
 
     run = find_run(where)
-    config = run.read_config()
+    config = _read_settings(run)
     if run.submission_file is not None:
         raise EchelonError(
             Fault(
@@ -240,11 +240,13 @@ def resume(words: list[str]) -> int:
     given = parse_with_overrides(parser, words, _list_setting_names)
     from echelon.config.compose import recompose
     from echelon.entrypoint import start_run
+    from echelon.login.refresh import refresh_named
     from echelon.runs.find import find_run
     from echelon.runs.finished_run import describe_finished_run
 
     run = find_run(given.run)
-    config = run.read_config()
+    refresh_named([given.run], "runs")
+    config = _read_settings(run)
     if run.submission_file is not None and config.program:
         raise EchelonError(
             Fault(
@@ -257,7 +259,7 @@ def resume(words: list[str]) -> int:
         return _queue_command_again(run, config, given.overrides, given.run, given.dry_run)
     if run.work_folder.is_dir():
         os.chdir(run.work_folder)  # where the experiment's relative paths lead
-    if config.trainer.resume == "never" or run.has_snapshots():
+    if config.trainer.resume == "never" or _has_saved(run):
         # The run may have begun from a snapshot of another run, or with resume=never. Now it has
         # to continue from its own snapshots. First in the list, so that the user can override it.
         given.overrides.insert(0, "trainer.resume=auto")
@@ -269,6 +271,25 @@ def resume(words: list[str]) -> int:
         print(answer)
         return ExitCode.OK
     return start_run(resumed, given.dry_run)
+
+
+def _read_settings(run: Run) -> Config:
+    """Return the settings of a run; of one on a cluster, as they were composed on this machine."""
+    from echelon.config.schema import build_config
+    from echelon.runs.origin import read_origin
+    from echelon.runs.trusted_code import require_trusted_file
+
+    origin = read_origin(run)
+    if origin is None:
+        return run.read_config()
+    require_trusted_file(run.origin_file)
+    return build_config(origin.config)
+
+
+def _has_saved(run: Run) -> bool:
+    """Return whether the run has snapshots; those of a run on a cluster are there."""
+    is_copy = run.origin_file.exists()
+    return run.has_snapshots() or (is_copy and bool(run.read_status_file().get("snapshot")))
 
 
 def _is_queued_command(run: Run) -> bool:

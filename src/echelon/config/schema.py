@@ -97,7 +97,7 @@ class LaunchConfig:
     hostfile: str | None = None
     """ssh: a file with a line per machine, `HOST` or `HOST slots=PROCESSES`."""
     ssh: str = "ssh"
-    """ssh: the command, with your own options: `ssh -F my_config`."""
+    """ssh, and slurm with login: the command, with your own options: `ssh -F my_config`."""
     carry: list[str] = field(default_factory=list)
     """ssh: more environment variables to pass on, beside PATH, PYTHONPATH and those of torch, NCCL,
     CUDA."""
@@ -126,6 +126,16 @@ class LaunchConfig:
     """slurm: more options of sbatch, e.g. ['--mem=64G','--constraint=a100']."""
     setup: list[str] = field(default_factory=list)
     """slurm: lines of the batch script before the training: modules, conda, venv."""
+    login: str | None = None
+    """slurm: the login node of the cluster, as `launch.ssh` knows it, where this machine has no
+    Slurm. Code goes there, the job is submitted there, and what the run writes comes back."""
+    remote_dir: str | None = None
+    """slurm with login: the folder of this project on the cluster. Runs go to its `runs`, and what
+    else is in it, such as data, is seen in the working folder of the jobs; default: ~/echelon/ and
+    the name of the source folder."""
+    python: str | None = None
+    """slurm with login: the Python of the jobs on the cluster, which has torch; default: that of
+    the environment which the source folder asks for, else that on the PATH after `setup`."""
     max_parallel: int | None = None
     """slurm: how many runs of an array run at the same time."""
     secrets: str | None = None

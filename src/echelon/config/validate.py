@@ -317,6 +317,7 @@ def _check_launch(config: Config) -> Iterator[Fault]:
             yield from check_node_counts(launch, len(launch.hosts))
     if launch.kind == "slurm":
         yield from _check_sbatch(launch)
+        yield from _check_login(launch)
         yield from check_node_counts(launch, launch.nodes + launch.spares)
     if config.program:
         if config.mode == "wandb" and launch.kind in ("ssh", "env"):
@@ -393,7 +394,7 @@ LAUNCHER_ONLY_KEYS = {
     "ssh": ("hosts", "hostfile", "carry"),
     "slurm": (
         *("nodes", "gpus_per_node", "cpus_per_node", "partition", "account", "time"),
-        *("sbatch", "setup", "max_parallel"),
+        *("sbatch", "setup", "max_parallel", "login", "remote_dir", "python"),
     ),
 }
 """Settings that only one launcher reads."""
@@ -475,6 +476,34 @@ def _check_hosts(launch: LaunchConfig) -> Iterator[Fault]:
         yield Fault(
             f"launch.hosts names {host} more than once",
             "name each host once; launch.procs says how many processes it gets",
+        )
+
+
+def _check_login(launch: LaunchConfig) -> Iterator[Fault]:
+    """Yield faults of the login node of a cluster, and of settings that mean nothing without it."""
+    if launch.login is None:
+        for key in ("remote_dir", "python"):
+            if (value := getattr(launch, key)) is not None:
+                yield Fault(
+                    f"launch.{key}={value} is set, but there is no launch.login that it belongs to",
+                    f"add launch.login=HOST, or leave launch.{key} out",
+                )
+        return
+    if not is_safe_host(launch.login):
+        yield Fault(
+            f"launch.login={launch.login!r} is not the name of a host",
+            "give a name or an address as ssh knows it, USER@HOST where needed",
+        )
+    folder = launch.remote_dir
+    if folder is not None and not (folder.startswith(("/", "~/")) and folder.isprintable()):
+        yield Fault(
+            f"launch.remote_dir={folder!r} is not the path of a folder on {launch.login}",
+            "give one that begins with / or ~/",
+        )
+    if launch.python is not None and not launch.python.startswith(("/", "~/")):
+        yield Fault(
+            f"launch.python={launch.python!r} is not the path of a Python on {launch.login}",
+            "give one that begins with / or ~/, or leave it out and load a module in launch.setup",
         )
 
 

@@ -10,8 +10,8 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +44,8 @@ KIND_BY_FILE = {
 }
 """The first file that exists determines the environment. `requirements.txt` comes before
 `pyproject.toml`, which often exists only for the settings of linters."""
+_KINDS_WITH_OPEN_LISTS = ("pipfile", "requirements", "pyproject")
+"""Whose requirements are a list that pip or uv is given."""
 _COMPANION_FILES = {"uv.lock": {"pyproject.toml"}, "Pipfile": {"Pipfile.lock"}}
 """Files that belong to the determining file and are therefore not reported as ignored."""
 LOCATIONS = ("cache", "source")
@@ -109,13 +111,15 @@ def plan_environment(
     environ: Mapping[str, str] = os.environ,
     python: str = sys.executable,
     venv_parent: Path | None = None,
+    more: Sequence[str] = (),
 ) -> EnvironmentPlan:
     """Read the dependency files of a source folder and plan its environment.
 
     The same files, interpreter and pip settings give the same cache key on any machine, so a copy
-    of the source finds the environment of the original. `venv_parent` is the folder that gets the
-    .venv with `location="source"`, if that is not `source` itself but the folder it was copied
-    from.
+    of the source finds the environment of the original. `more` are requirements beside those of the
+    files; where a lock file or conda decides, the files have to name them. `venv_parent` is the
+    folder that gets the .venv with `location="source"`, if that is not `source` itself but the
+    folder it was copied from.
 
     Raises one EchelonError with all faults of all files.
     """
@@ -128,6 +132,8 @@ def plan_environment(
         f for f in present[1:] if f.name not in _COMPANION_FILES.get(present[0].name, ())
     )
     parsed, python_requests = _read_dependencies(kind, present[0], source, environ)
+    if kind in _KINDS_WITH_OPEN_LISTS:
+        parsed = _add_requirements(parsed, more, present[0])
     chosen_python = inspect_interpreter(python, environ)
     indexes = apply_options(read_pip_settings(environ, chosen_python.prefix), parsed.options)
     faults = [*parsed.faults, *requirements.find_insecure_url_faults(parsed, indexes.trusted_hosts)]
@@ -183,6 +189,18 @@ def _read_dependencies(
         pyproject.read_pyproject(source) if kind == "pyproject" else pyproject.read_uv_lock(source)
     )
     return parsed, pyproject.read_python_requests(content)
+
+
+def _add_requirements(
+    parsed: ParsedDependencies, more: Sequence[str], file: Path
+) -> ParsedDependencies:
+    """Add requirements of packages that the files do not name. Where the files have hashes, pip
+    would refuse one without, so they stay as they are."""
+    if any("--hash=" in line.text for line in parsed.requirements):
+        return parsed
+    named = {line.name for line in parsed.requirements}
+    added = [line for text in more if (line := RequirementLine(text, file, 1)).name not in named]
+    return replace(parsed, requirements=[*parsed.requirements, *added])
 
 
 def _choose_builder(

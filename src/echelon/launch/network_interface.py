@@ -8,8 +8,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 
-import psutil
-
 _UNUSED_ADDRESS = "192.0.2.1"
 """An address of nobody (RFC 5737), for the default route."""
 INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -21,6 +19,8 @@ def find_interface_to(host: str) -> str | None:
     On that host itself it is the interface with the address that the others know. None if there is
     no route.
     """
+    import psutil  # not at the top: a login node may have none, and needs none
+
     address = find_address_towards(host)
     if address is None:
         return None

@@ -152,6 +152,16 @@ class Run:
         return self.folder / ".writer"
 
     @property
+    def origin_file(self) -> Path:
+        """There if the run is on a cluster and this folder is a copy of it. See `runs.origin`."""
+        return self.folder / "origin.json"
+
+    @property
+    def origin_state_file(self) -> Path:
+        """How far that copy has come."""
+        return self.folder / ".origin"
+
+    @property
     def archive_file(self) -> Path:
         """There while the run is archived: left out of lists."""
         return self.folder / "archived"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -68,11 +69,16 @@ def query_jobs(jobs: Sequence[str]) -> SlurmQueueAnswer:
 def query_queue(jobs: Sequence[str]) -> SlurmQueueAnswer:
     """Return the jobs in the queue, and those that ended so recently that Slurm still knows
     them."""
-    if not jobs:
-        return SlurmQueueAnswer({})
-    done = run_slurm_command(
-        "squeue", "-h", "-r", "-t", "all", "-j", _join_job_ids(jobs), "-o", "%i|%T|%r"
-    )
+    return _query_queue("-j", _join_job_ids(jobs)) if jobs else SlurmQueueAnswer({})
+
+
+def query_own_queue() -> SlurmQueueAnswer:
+    """Return all jobs of this user in the queue, and those that ended recently."""
+    return _query_queue("-u", str(os.getuid()))
+
+
+def _query_queue(*selection: str) -> SlurmQueueAnswer:
+    done = run_slurm_command("squeue", "-h", "-r", "-t", "all", *selection, "-o", "%i|%T|%r")
     lines = [line.split("|", 2) for line in done.stdout.splitlines() if line.count("|") >= 2]
     states = {job: SlurmJobState(state, "" if why == "None" else why) for job, state, why in lines}
     # Of a single job that is long gone squeue says "invalid" and fails; of several, nothing.

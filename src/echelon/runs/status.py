@@ -11,6 +11,7 @@ from typing import Any
 from echelon.errors import ExitCode
 from echelon.runs.failure import shorten_to_line
 from echelon.runs.metrics_file import is_number
+from echelon.runs.origin import read_copy_state, read_slurm_answer
 from echelon.runs.process_record import is_alive
 from echelon.runs.run_folder import Run
 from echelon.runs.slurm_queue import (
@@ -19,6 +20,7 @@ from echelon.runs.slurm_queue import (
     SlurmQueueAnswer,
     query_jobs,
 )
+from echelon.utils.text import format_time_ago
 
 ACTIVE_STATES = ("starting", "queued", "requeued", "running")
 _STATES_WITH_BEST = ("finished", "preempted", "pruned")
@@ -74,15 +76,17 @@ def derive_statuses(
     answer, if it did not.
 
     Slurm is asked at most twice, whatever the number of runs: its queue, and its accounting for
-    jobs that have left the queue. ``ask_slurm`` is for callers that have asked it already.
+    jobs that have left the queue. Of a run on a cluster that is reached by its login node, the
+    folder says what Slurm answered there (`runs.origin`). ``ask_slurm`` is for callers that have
+    asked it already.
     """
-    unfinished_jobs = [f.job for f in facts if f.job and f.exit_code is None]
+    unfinished_jobs = [f.job for f in facts if f.job and f.exit_code is None and not f.is_copy]
     answer = ask_slurm(unfinished_jobs)
     active_jobs = {job for job, state in answer.states.items() if state.is_active}
     # A job that ended while Slurm was asked wrote its exit code after its folder was read.
     ended_jobs = set() if answer.error else set(unfinished_jobs) - active_jobs
-    facts = [FolderFacts.read(f.run) if f.job in ended_jobs else f for f in facts]
-    statuses = [_derive_status(f, answer) for f in facts]
+    facts = [FolderFacts.read(f.run) if f.job in ended_jobs and not f.is_copy else f for f in facts]
+    statuses = [_derive_status(f, read_slurm_answer(f.run) if f.is_copy else answer) for f in facts]
     return sorted(statuses, key=lambda s: s.started, reverse=True), answer.error
 
 
@@ -99,6 +103,8 @@ class FolderFacts:
     exit_code: int | None
     """Written by the batch script as its last act."""
     is_cancelled: bool
+    is_copy: bool = False
+    """Whether the run is on a cluster whose jobs this machine's Slurm, if any, does not know."""
 
     @classmethod
     def read(cls, run: Run) -> FolderFacts:
@@ -107,7 +113,13 @@ class FolderFacts:
         code = None
         with contextlib.suppress(OSError, ValueError):
             code = int(run.exit_code_file.read_text(encoding="utf-8"))
-        return cls(run, run.read_status_file(), code, run.cancel_file.exists())
+        return cls(
+            run,
+            run.read_status_file(),
+            code,
+            run.cancel_file.exists(),
+            run.origin_file.exists(),
+        )
 
     @property
     def recorded_state(self) -> str | None:
@@ -191,6 +203,8 @@ class FolderFacts:
 def _derive_status(facts: FolderFacts, answer: SlurmQueueAnswer) -> RunStatus:
     state, note = _derive_from_job(facts, answer) if facts.job else _derive_from_process(facts)
     host = facts.process.get("host")
+    if facts.is_copy and state in ACTIVE_STATES:
+        note = "; ".join(filter(None, [note, describe_copy_age(facts.run)]))
     return RunStatus(
         run=facts.run.name,
         folder=str(facts.run.folder),
@@ -204,6 +218,16 @@ def _derive_status(facts: FolderFacts, answer: SlurmQueueAnswer) -> RunStatus:
         started=facts.started,
         exit=None if state in ACTIVE_STATES else _derive_exit_code(facts, state),
     )
+
+
+def describe_copy_age(run: Run) -> str:
+    """Return how old the copy of a run on a cluster is, if its login node did not answer since
+    then; else an empty string."""
+    state = read_copy_state(run)
+    if not state.unreachable:
+        return ""
+    since = f"as of {format_time_ago(state.asked)}" if state.asked else "nothing was heard of it"
+    return f"{since}: {state.unreachable}"
 
 
 def _derive_from_job(facts: FolderFacts, answer: SlurmQueueAnswer) -> tuple[str, str]:

@@ -241,6 +241,15 @@ def _compose_config(request: SubmitRequest, defaults: FileDefaults, first: Shell
     """Compose the settings that all commands share, with the first one as the program."""
     words = [] if "launch" in _list_overridden_keys(request) else ["launch=slurm"]
     config = compose([*words, *request.overrides], program=first.argv, defaults=defaults)
+    if config.launch.login is not None:
+        raise EchelonError(
+            Fault(
+                f"launch.login={config.launch.login}: commands of a file are not submitted from "
+                "another machine yet",
+                "submit each one with `echelon run launch=slurm launch.login=HOST -- COMMAND`, or "
+                "type `echelon submit` on the login node",
+            )
+        )
     if config.launch.kind not in ("slurm", "local"):
         raise EchelonError(
             Fault(

@@ -67,7 +67,12 @@ class SourceTree:
 
 
 def survey_source(
-    folder: Path, runs: Path, links: Sequence[str] = (), secrets: str | None = None
+    folder: Path,
+    runs: Path,
+    links: Sequence[str] = (),
+    secrets: str | None = None,
+    too_large_hint: str = "name data in .gitignore and link to it with --link FOLDER, or narrow it "
+    "with --source DIR",
 ) -> SourceTree:
     """Find out what is to be copied: never the folder of all runs, nor the file of secrets."""
     if not folder.is_dir():
@@ -89,7 +94,7 @@ def survey_source(
     )
     _require_links_in_folder(folder, link_names)
     size_bytes = sum(os.lstat(folder / name).st_size for name in files)
-    _require_small(folder, files, size_bytes)
+    _require_small(folder, files, size_bytes, too_large_hint)
     copied_tops = {name.partition("/")[0] for name in (*files, *link_names)}
     all_tops = {p.name for p in folder.iterdir() if os.path.realpath(p) != str(runs.resolve())}
     commit = (_run_git(folder, "rev-parse", "HEAD") or b"").decode().strip() or None
@@ -176,7 +181,7 @@ def _require_links_in_folder(folder: Path, links: Sequence[str]) -> None:
         raise EchelonError(*faults)
 
 
-def _require_small(folder: Path, files: Sequence[str], size_bytes: int) -> None:
+def _require_small(folder: Path, files: Sequence[str], size_bytes: int, hint: str) -> None:
     if size_bytes <= MAX_SOURCE_BYTES:
         return
     largest = sorted(files, key=lambda name: os.lstat(folder / name).st_size, reverse=True)[:3]
@@ -185,8 +190,7 @@ def _require_small(folder: Path, files: Sequence[str], size_bytes: int) -> None:
         Fault(
             f"the source {folder} has {size_bytes >> 20} MB, more than the "
             f"{MAX_SOURCE_BYTES >> 20} MB that are copied for a job; the largest: {shown}",
-            "name data in .gitignore and link to it with --link FOLDER, or narrow it with "
-            "--source DIR",
+            hint,
         )
     )
 

@@ -103,6 +103,14 @@ def plan_sweep(
     found.raise_any()
     assert first_config is not None
     assert metric is not None
+    if (login := first_config.launch.login) is not None:
+        raise EchelonError(
+            Fault(
+                f"launch.login={login}: a sweep is not run from another machine yet",
+                "type `echelon sweep` on the login node, or submit a grid of settings as an array "
+                "with `echelon train --multirun`",
+            )
+        )
     launcher = first_config.launch.kind
     settings = replace(settings, metric=asdict(metric), launcher=launcher)
     _require_same_sweep(sweep, file, settings)

@@ -19,8 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
-
 from echelon.runs.run_folder import Run
 from echelon.runs.stack_report import (
     STACK_SIGNAL,
@@ -137,6 +135,8 @@ def _read_with_py_spy(
     of the first process below it that is."""
     threads, problem = read_stack_with_py_spy(py_spy, pid)
     if not threads and is_program:
+        import psutil  # not at the top: `echelon stacks` on a login node needs none
+
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(pid).children(recursive=True)[:_MAX_PARALLEL]:
                 if found := read_stack_with_py_spy(py_spy, child.pid)[0]:

@@ -363,6 +363,8 @@ def _render_step(config: Config, procs: int, words: str) -> Iterator[str]:
 def make_python_command(config: Config) -> str:
     """Return the interpreter of Echelon. With -P it does not import modules from the program's
     folder, where files may be named like ours."""
+    if config.launch.python is not None:  # it may be an older one, which has no -P
+        return shlex.quote(config.launch.python)
     safe = " -P" if config.program and sys.version_info >= (3, 11) else ""
     return f"{shlex.quote(sys.executable)}{safe}"
 

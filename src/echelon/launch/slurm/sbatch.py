@@ -25,7 +25,8 @@ def require_sbatch(instead: str = "type the command on a login node") -> None:
         raise EchelonError(
             Fault(
                 "launch=slurm, but there is no sbatch on this machine's PATH",
-                f"{instead}; --dry-run shows the script anywhere",
+                f"{instead}, or name that node: launch.login=HOST; --dry-run shows the script "
+                "anywhere",
             )
         )
 
@@ -85,21 +86,21 @@ def submit_job(name: str, command: tuple[str, ...], created_runs: Sequence[Run])
     job = done.stdout.strip().partition(";")[0]
     if done.returncode == 0 and job.isdecimal():
         return job
-    if found := _find_in_queue(name, before):
+    if found := find_in_queue(name, before):
         return found
     for run in created_runs:
         run.update_status(state="not submitted")
     raise _make_refusal(done.stderr or done.stdout)
 
 
-def _find_in_queue(name: str, since: float) -> str | None:
+def find_in_queue(name: str, since: float) -> str | None:
     """Return the id of a job that the controller took before its answer was lost; a controller that
     went away is waited for."""
     deadline = time.monotonic() + _LOST_ANSWER_TIMEOUT_S
-    done = run_slurm_command("squeue", "-h", "-n", name, "-o", "%A|%V", "--me")
+    done = run_slurm_command("squeue", "-h", "-n", name, "-o", "%F|%V", "--me")
     while done.returncode and time.monotonic() < deadline:
         time.sleep(1)
-        done = run_slurm_command("squeue", "-h", "-n", name, "-o", "%A|%V", "--me")
+        done = run_slurm_command("squeue", "-h", "-n", name, "-o", "%F|%V", "--me")
     for line in done.stdout.splitlines():
         job, submitted = line.split("|", 1)
         if time.mktime(time.strptime(submitted, "%Y-%m-%dT%H:%M:%S")) >= since - 2:

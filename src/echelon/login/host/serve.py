@@ -1,0 +1,222 @@
+"""Answers the requests of one laptop, one after another, until its connection ends.
+
+The program that ssh starts (`login/bootstrap.py`) calls `serve`. A request is a frame with the name
+of what is asked for; every answer ends with a frame that has `done` or `faults`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.login.frames import ConnectionLostError, receive_frame, send_frame
+from echelon.login.host.job_python import PythonRequest, prepare_job_python
+from echelon.login.host.run_files import SentFiles, send_states
+from echelon.login.host.snapshot_files import send_snapshots
+from echelon.login.host.source_store import RUNS_FOLDER, SourceStore, split_chunks
+from echelon.login.host.submit_once import (
+    Submission,
+    describe_faults,
+    read_submission,
+    submit_once,
+    with_job_python,
+)
+from echelon.runs.run_folder import Run
+
+_POLL_S = 0.5
+_STATES_EVERY_S = 5.0
+_COMMAND_LIMIT_S = 300.0
+
+
+def serve(requests: BinaryIO, answers: BinaryIO, root: Path, package: Path) -> None:
+    """Answer until the laptop closes its side, or is gone."""
+    session = HostSession(requests, answers, root, package)
+    try:
+        while True:
+            request, data = receive_frame(requests)
+            session.answer(request, data)
+    except ConnectionLostError:
+        return
+
+
+class HostSession:
+    """One connection of a laptop."""
+
+    def __init__(self, requests: BinaryIO, answers: BinaryIO, root: Path, package: Path) -> None:
+        self._requests, self._answers, self._package = requests, answers, package
+        self._store = SourceStore(root)
+        self._handlers: dict[str, Callable[[dict[str, Any], bytes], None]] = {
+            "source": self._receive_source,
+            "python": self._prepare_python,
+            "submit": self._submit,
+            "submission": self._tell_submission,
+            "refresh": self._refresh,
+            "follow": self._follow,
+            "command": self._run_command,
+            "snapshots": self._send_snapshots,
+        }
+
+    def answer(self, request: dict[str, Any], data: bytes) -> None:
+        """Answer one request; what is wrong here is an answer too."""
+        try:
+            self._handlers[str(request["do"])](request, data)
+        except ConnectionLostError:
+            raise
+        except Exception as error:  # a bug of ours is shown on the laptop, where somebody reads it
+            code = error.exit if isinstance(error, EchelonError) else ExitCode.FAILED
+            faults = [[fault.what, fault.do] for fault in describe_faults(error)]
+            self._send({"faults": faults, "exit": int(code)})
+
+    def _send(self, message: dict[str, Any], data: bytes = b"") -> None:
+        send_frame(self._answers, message, data)
+
+    # --- code, environment, submission ---
+
+    def _receive_source(self, request: dict[str, Any], _: bytes) -> None:
+        """Make the tree of a manifest, of which the laptop sends what is not here."""
+        store, digest = self._store, str(request["digest"])
+        if not store.get_tree(digest).is_dir():
+            self._send({"want": "manifest"})
+            entries = json.loads(receive_frame(self._requests)[1])
+            missing = store.find_missing(entries)
+            self._send({"want": "files"}, json.dumps(missing).encode())
+            parts: dict[str, list[bytes]] = {}
+            while True:
+                message, data = receive_frame(self._requests)
+                if message.get("end"):
+                    break
+                names, sizes = message["files"], message["sizes"]
+                for name, chunk in zip(names, split_chunks(sizes, data), strict=True):
+                    parts.setdefault(name, []).append(chunk)
+                if not message["goes_on"]:
+                    for name, chunks in parts.items():
+                        store.add_content(name, chunks)
+                    parts = {}
+            store.make_tree(digest, entries)
+        store.link_data(store.get_tree(digest))
+        self._send({"done": True, "folder": str(store.get_tree(digest))})
+
+    def _prepare_python(self, request: dict[str, Any], _: bytes) -> None:
+        wanted = PythonRequest(
+            request["named"],
+            tuple(request["setup"]),
+            tuple(request["requirements"]),
+            tuple(request["modules"]),
+        )
+        python = prepare_job_python(
+            wanted,
+            self._store.get_tree(str(request["digest"])),
+            self._package,
+            self._store.folder,
+            lambda line: self._send({"line": line}),
+        )
+        self._send(
+            {"done": True, "command": python.command, "lines": list(python.lines)}
+            | {"described": python.described}
+        )
+
+    def _submit(self, request: dict[str, Any], data: bytes) -> None:
+        wanted = json.loads(data)
+        secrets = self._keep_secrets(str(request["id"]), wanted["secrets"])
+        configs = [
+            with_job_python(config, request["python"], request["lines"], secrets)
+            for config in wanted["configs"]
+        ]
+        submission = Submission(str(request["id"]), str(request["digest"]), configs)
+        result = submit_once(self._store, submission)
+        self._send(result | {"done": True})
+
+    def _keep_secrets(self, submission_id: str, text: str) -> str | None:
+        """Write the secrets of a submission into a file that is its owner's alone, for the job."""
+        if not text:
+            return None
+        file = self._store.folder / "secrets" / submission_id
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+            opened.write(text)
+        return str(file)
+
+    def _tell_submission(self, request: dict[str, Any], _: bytes) -> None:
+        result = read_submission(self._store, str(request["id"]))
+        self._send({"done": True, "result": result})
+
+    # --- runs ---
+
+    def _open_runs(self, data: bytes) -> list[SentFiles]:
+        return [SentFiles(self._get_run_folder(f), known) for f, known in json.loads(data)]
+
+    def _get_run_folder(self, folder: str) -> Path:
+        """Return the folder of a run of this project; the laptop may ask for no other one."""
+        path = Path(folder)
+        if path.parent != self._store.root / RUNS_FOLDER or path.name.startswith("."):
+            raise EchelonError(
+                Fault(
+                    f"{folder} is not a run of {self._store.root}",
+                    "name a run that was submitted from here",
+                )
+            )
+        return path
+
+    def _refresh(self, request: dict[str, Any], data: bytes) -> None:
+        runs = self._open_runs(data)
+        # States first: a job that ends meanwhile has written its files before it leaves the queue.
+        send_states(self._answers, self._store.folder, [each.run for each in runs])
+        for each in runs:
+            each.send_changes(self._answers, bool(request["logs"]))
+        self._send({"done": True})
+
+    def _follow(self, request: dict[str, Any], data: bytes) -> None:
+        """Send what changes until the laptop closes its side."""
+        runs = self._open_runs(data)
+        next_states = 0.0
+        while True:
+            changed = False
+            for each in runs:
+                changed = each.send_changes(self._answers, bool(request["logs"])) or changed
+            if time.monotonic() >= next_states:
+                next_states = time.monotonic() + _STATES_EVERY_S
+                send_states(self._answers, self._store.folder, [each.run for each in runs])
+                self._send({"beat": True})  # by which the laptop knows how old its copy is
+            elif changed:
+                self._send({"beat": True})
+            if select.select([self._requests], [], [], _POLL_S)[0]:
+                raise ConnectionLostError
+
+    def _run_command(self, request: dict[str, Any], _: bytes) -> None:
+        """Run a command of Echelon's own for runs of this project."""
+        words = [str(word) for word in request["words"]]
+        path = os.pathsep.join([str(self._package), str(self._package / "beside")])
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "echelon", *words],
+                cwd=self._store.root,
+                env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_COMMAND_LIMIT_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise EchelonError(
+                Fault(
+                    f"`echelon {words[0]}` did not end within {_COMMAND_LIMIT_S:g} s",
+                    "log in there and look what it waits for",
+                ),
+                exit=ExitCode.FAILED,
+            ) from None
+        self._send({"done": True, "code": done.returncode, "out": done.stdout, "err": done.stderr})
+
+    def _send_snapshots(self, request: dict[str, Any], _: bytes) -> None:
+        run = Run(self._get_run_folder(str(request["folder"])))
+        send_snapshots(self._answers, run, str(request["which"]), dict(request["have"]))
+        self._send({"done": True})

@@ -1,0 +1,286 @@
+"""One submission, carried out once, whatever becomes of the connection that asked for it.
+
+The laptop has given it an id. It is carried out by a process of its own session, which goes on when
+the connection is lost, and what came of it is in `.echelon/submissions/ID.json`. Whoever asks for
+the same id again is told that, or waits for that process, or has the submission finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from echelon.config.schema import Config, build_config
+from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.launch.launcher import LaunchServices
+from echelon.launch.plan import LocalMachine
+from echelon.launch.registry import make_launcher
+from echelon.launch.slurm.sbatch import find_in_queue
+from echelon.login.host.source_store import SourceStore
+from echelon.runs.run_folder import Run
+from echelon.utils.files import read_json_object, write_json_atomically
+from echelon.utils.locks import FileLock
+
+_WAIT_S = 600.0
+_KEPT_S = 60 * 86400.0
+"""How long it is remembered what became of a submission."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What the laptop asks for."""
+
+    id: str
+    digest: str
+    """Of the source tree."""
+    configs: Sequence[dict[str, Any]]
+
+
+def submit_once(store: SourceStore, submission: Submission) -> dict[str, Any]:
+    """Return what became of a submission: `{runs: [{name, folder, job}], …}` or `{faults, exit}`.
+
+    A submission that failed has queued nothing, and may be asked for again.
+    """
+    files = SubmissionFiles(store.folder, submission.id)
+    files.folder.mkdir(parents=True, exist_ok=True)
+    _remove_old(files.folder)
+    if not _is_done(files.read_result()):
+        files.result.unlink(missing_ok=True)
+        _carry_out_in_own_session(store, submission, files)
+    result = files.read_result() or {}
+    if not _is_done(result):
+        files.remove()
+    return result
+
+
+def read_submission(store: SourceStore, submission_id: str) -> dict[str, Any] | None:
+    """Return what became of an earlier submission; None if nothing of it is known."""
+    files = SubmissionFiles(store.folder, submission_id)
+    _wait_for_lock(files)
+    result = files.read_result()
+    return result if _is_done(result) else None
+
+
+class SubmissionFiles:
+    """The files of one submission."""
+
+    def __init__(self, state_folder: Path, submission_id: str) -> None:
+        if not submission_id.isalnum():
+            raise ValueError(f"{submission_id!r} is no id of a submission")
+        self.folder = state_folder / "submissions"
+        self.result = self.folder / f"{submission_id}.json"
+        self.begun = self.folder / f"{submission_id}.begun"
+        """Made just before anything is written for the runs."""
+        self.lock = self.folder / f"{submission_id}.lock"
+
+    def read_result(self) -> dict[str, Any] | None:
+        """Return the result, or None while there is none."""
+        return read_json_object(self.result)
+
+    def remove(self) -> None:
+        """Remove all of them."""
+        for file in (self.result, self.begun, self.lock):
+            file.unlink(missing_ok=True)
+
+
+def _is_done(result: Mapping[str, Any] | None) -> bool:
+    return bool(result and result.get("runs"))
+
+
+def _remove_old(folder: Path) -> None:
+    for file in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - file.stat().st_mtime > _KEPT_S:
+                file.unlink()
+
+
+def _wait_for_lock(files: SubmissionFiles) -> None:
+    """Wait for a process that works on the submission, if there is one."""
+    deadline = time.monotonic() + _WAIT_S
+    if not files.lock.exists():
+        return
+    lock = FileLock(files.lock)
+    while not lock.try_acquire():
+        if time.monotonic() > deadline:
+            raise EchelonError(
+                Fault(
+                    "another submission of the same command is still at work",
+                    "look at `squeue` there, or type the command again later",
+                )
+            )
+        time.sleep(0.1)
+    lock.release()
+
+
+def _carry_out_in_own_session(
+    store: SourceStore, submission: Submission, files: SubmissionFiles
+) -> None:
+    """Fork a process that no lost connection ends, and wait for it."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        _wait_for_lock(files)
+        return
+    try:
+        os.setsid()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nothing, stream)
+        os.closerange(3, 256)
+        with FileLock(files.lock):
+            if not _is_done(files.read_result()):
+                write_json_atomically(files.result, _carry_out(store, submission, files))
+    except BaseException:
+        with contextlib.suppress(BaseException):
+            text = traceback.format_exc()
+            write_json_atomically(files.result, {"faults": [[text, _BUG_HINT]], "exit": 1})
+    finally:
+        os._exit(0)
+
+
+_BUG_HINT = "this is an error of Echelon's: please report it"
+
+
+def _carry_out(
+    store: SourceStore, submission: Submission, files: SubmissionFiles
+) -> dict[str, Any]:
+    """Submit the runs, or find out that an earlier process did before it was killed."""
+    configs = [build_config(config) for config in submission.configs]
+    runs = [Run.from_config(config) for config in configs]
+    if (jobs := _find_earlier_jobs(runs, files)) is not None:
+        return _describe_result(runs, jobs, "")
+    had_folder = {run.folder: run.folder.exists() for run in runs}
+    printed = io.StringIO()
+    try:
+        tree = store.get_tree(submission.digest)
+        os.chdir(tree)
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            for run, config in _check_all(configs, runs):
+                store.point_code_link(run.name, tree)
+                assert config.run.name == run.name
+            files.begun.touch()
+            _start(configs)
+    except (EchelonError, OSError) as error:
+        _remove_unsubmitted(runs, had_folder, store)
+        return _describe_error(error)
+    return _describe_result(runs, {}, printed.getvalue())
+
+
+def _check_all(configs: Sequence[Config], runs: Sequence[Run]) -> Iterator[tuple[Run, Config]]:
+    """Take the first configuration through what has to hold before anything is written, and yield
+    every run. The others differ from it in settings of the training alone."""
+    launcher = make_launcher(configs[0])
+    machine = LocalMachine(os.environ, os.uname().nodename, 0)
+    launcher.complete_config(configs[0], False)
+    plan = launcher.plan(configs[0], machine)
+    if faults := launcher.find_config_faults(configs[0], plan, machine):
+        raise EchelonError(*faults)
+    launcher.check(configs[0], plan, _NO_SERVICES)
+    yield from zip(runs, configs, strict=True)
+
+
+def _start(configs: Sequence[Config]) -> None:
+    launcher = make_launcher(configs[0])
+    if len(configs) > 1:
+        launcher.start_multirun(configs, False, lambda config, dry_run: 0)
+        return
+    plan = launcher.plan(configs[0], LocalMachine(os.environ, os.uname().nodename, 0))
+    launcher.start(configs[0], plan, _NO_SERVICES)
+
+
+def _not_here(*_: Any) -> int:
+    raise AssertionError("a login node only queues jobs")
+
+
+_NO_SERVICES = LaunchServices(_not_here, _not_here, _not_here, _not_here)
+
+
+def _find_earlier_jobs(runs: Sequence[Run], files: SubmissionFiles) -> dict[str, str] | None:
+    """Return the jobs that an earlier process queued for this submission; None if it did not.
+
+    It may have been killed between sbatch's answer and the record of it, and the job may be over
+    by now. So the folder is asked, into which the job writes its number, and then the queue.
+    """
+    try:
+        begun = files.begun.stat().st_mtime
+    except FileNotFoundError:
+        return None
+    first = runs[0]
+    if not _has_job_since(first, begun):
+        job = find_in_queue(first.name, begun)
+        if job is None:
+            return None
+        for index, run in enumerate(runs):
+            number = job if len(runs) == 1 else f"{job}_{index}"
+            run.job_id_file.write_text(f"{number}\n", encoding="utf-8")
+    return {run.name: run.read_job_id() for run in runs}
+
+
+def _has_job_since(run: Run, begun: float) -> bool:
+    with contextlib.suppress(OSError):
+        return run.job_id_file.stat().st_mtime >= begun and bool(run.read_job_id())
+    return False
+
+
+def _remove_unsubmitted(
+    runs: Sequence[Run], had_folder: Mapping[Path, bool], store: SourceStore
+) -> None:
+    """Remove the folders that this submission has made, where no job was queued."""
+    for run in runs:
+        if not had_folder[run.folder] and not run.read_job_id():
+            shutil.rmtree(run.folder, ignore_errors=True)
+            store.get_code_link(run.name).unlink(missing_ok=True)
+
+
+def _describe_result(runs: Sequence[Run], jobs: Mapping[str, str], text: str) -> dict[str, Any]:
+    described = [
+        {
+            "name": run.name,
+            "folder": str(run.folder),
+            "job": jobs.get(run.name) or run.read_job_id(),
+        }
+        for run in runs
+    ]
+    return {"runs": described, "text": text, "time": time.time()}
+
+
+def _describe_error(error: BaseException) -> dict[str, Any]:
+    return {
+        "faults": [[fault.what, fault.do] for fault in describe_faults(error)],
+        "exit": int(error.exit if isinstance(error, EchelonError) else ExitCode.FAILED),
+    }
+
+
+def describe_faults(error: BaseException) -> Sequence[Fault]:
+    """Return the faults of an error on the login node; of a full disk, a sentence."""
+    if isinstance(error, EchelonError):
+        return error.faults
+    if isinstance(error, OSError):
+        where = f" ({error.filename})" if error.filename else ""
+        return [
+            Fault(
+                f"a file could not be written there: {error.strerror or error}{where}",
+                "free some space or quota there, or give another folder with "
+                "launch.remote_dir=PATH; what is in its .echelon may be removed",
+            )
+        ]
+    text = "".join(traceback.format_exception(error))
+    return [Fault(text, _BUG_HINT)]
+
+
+def with_job_python(
+    config: dict[str, Any], python: str, lines: Sequence[str], secrets: str | None
+) -> dict[str, Any]:
+    """Return a configuration whose job uses this Python and these secrets, as plain data."""
+    built = build_config(config)
+    setup = [*built.launch.setup, *lines]
+    launch = replace(built.launch, python=python, setup=setup, secrets=secrets)
+    return replace(built, launch=launch).to_dict()

@@ -1,0 +1,332 @@
+"""Submitting runs by a login node, so that nothing is submitted twice or by half.
+
+1. The laptop writes down what it is about to submit, under an id (`runs/.login/KEY.json`).
+2. The source, the environment and the submission follow in one ssh session; the login node carries
+   out an id once (`host/submit_once.py`).
+3. The copy of the run folder is made here, and the note is removed.
+
+Killed anywhere, the same command typed again finds the note, asks what became of the id, and either
+takes over the run that was queued or goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from echelon.config.schema import Config, LaunchConfig
+from echelon.errors import EchelonError, Fault
+from echelon.launch.launcher import read_launch_secrets
+from echelon.launch.plan import LaunchPlan, LocalMachine
+from echelon.launch.registry import make_launcher
+from echelon.login.connection import (
+    LoginConnection,
+    LoginLostError,
+    LoginTarget,
+    open_connection,
+)
+from echelon.login.host.source_store import RUNS_FOLDER, STATE_FOLDER
+from echelon.login.local_copy import create_copy, require_free_or_copy
+from echelon.login.package_archive import list_required_modules, list_requirements
+from echelon.login.refresh import refresh_copies
+from echelon.login.source_manifest import (
+    SourceManifest,
+    find_source_folder,
+    read_manifest,
+    send_source,
+)
+from echelon.object_store.urls import is_url
+from echelon.runs.origin import RunOrigin, read_origin
+from echelon.runs.run_folder import Run
+from echelon.utils.files import read_json_object, write_json_atomically
+from echelon.utils.text import format_count
+
+_NOTES_FOLDER = ".login"
+"""Beside the runs: what is being submitted at this moment."""
+
+
+@dataclass(frozen=True)
+class LoginSubmission:
+    """Runs that are to be submitted by a login node."""
+
+    target: LoginTarget
+    configs: Sequence[Config]
+    """As they were composed here, with names."""
+    source: Path | None
+    """The folder whose code they need."""
+
+    @classmethod
+    def from_configs(cls, configs: Sequence[Config]) -> LoginSubmission:
+        """Return the submission of runs that differ in nothing of the launch."""
+        launch = configs[0].launch
+        if any(config.launch != launch for config in configs):
+            raise EchelonError(
+                Fault(
+                    "the runs differ in settings of launch, and the jobs of one array are alike",
+                    "type one command for each choice of launch",
+                )
+            )
+        source = find_source_folder(configs[0])
+        target = LoginTarget.from_launch(launch, (source or Path.cwd()).name or "project")
+        return cls(target, configs, source)
+
+    @property
+    def runs(self) -> list[Run]:
+        """The folders here."""
+        return [Run.from_config(config) for config in self.configs]
+
+    def make_remote_config(self, config: Config, root: str) -> Config:
+        """Return the configuration of a run as it is on the cluster: with the paths there."""
+        launch = replace(config.launch, login=None, remote_dir=None, python=None, secrets=None)
+        launch = replace(launch, ssh=LaunchConfig().ssh)
+        name = str(config.run.name)
+        experiment = dict(config.experiment)
+        file, _, function = str(experiment.get("entry") or "").rpartition(":")
+        if file.endswith(".py") and self.source is not None:
+            inside = Path(file).resolve().relative_to(self.source).as_posix()
+            experiment["entry"] = f"{root}/{STATE_FOLDER}/code/{name}/{inside}:{function}"
+        return replace(
+            config,
+            experiment=experiment,
+            launch=launch,
+            run=replace(config.run, dir=f"{root}/{RUNS_FOLDER}"),
+            trainer=replace(config.trainer, resume=self._map_snapshot(config.trainer.resume)),
+        )
+
+    def _map_snapshot(self, given: str) -> str:
+        """Return where a snapshot is on the cluster, of a run that this machine has a copy of."""
+        if given in ("auto", "never") or is_url(given):
+            return given
+        path = Path(os.path.abspath(given))
+        for folder in path.parents:
+            origin = read_origin(Run(folder))
+            if origin is not None and origin.host == self.target.host:
+                return f"{origin.folder}/{path.relative_to(folder).as_posix()}"
+        return given
+
+    def compute_key(self) -> str:
+        """Return what is the same when the same command is typed again: all but generated names."""
+        nameless = [replace(c, run=replace(c.run, name=None)).to_dict() for c in self.configs]
+        text = json.dumps([vars(self.target), str(self.source), nameless], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+# --- what was begun ---
+
+
+class SubmissionNote:
+    """What this machine has written down of a submission before it began."""
+
+    def __init__(self, submission: LoginSubmission, given_name: str | None) -> None:
+        folder = Path(submission.configs[0].run.dir).absolute() / _NOTES_FOLDER
+        key = hashlib.sha256(f"{submission.compute_key()} {given_name}".encode()).hexdigest()[:24]
+        self.file = folder / f"{key}.json"
+        self._before = read_json_object(self.file) or {}
+
+    @property
+    def id(self) -> str | None:
+        """The id of a submission of the same command that did not come to its end."""
+        found = self._before.get("id")
+        return found if isinstance(found, str) and found.isalnum() else None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its runs."""
+        return [str(name) for name in self._before.get("names", [])]
+
+    def write(self, submission: LoginSubmission) -> str:
+        """Write down the names and a new id, which is returned."""
+        new_id = secrets.token_hex(12)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        names = [str(config.run.name) for config in submission.configs]
+        note = {"id": new_id, "names": names, "host": submission.target.host, "time": time.time()}
+        write_json_atomically(self.file, note, durable=True)
+        return new_id
+
+    def remove(self) -> None:
+        """Remove it: the submission has come to its end, or never began."""
+        self.file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.file.parent.rmdir()
+
+
+# --- the steps ---
+
+
+def submit_by_login(configs: Sequence[Config], given_name: str | None) -> LoginSubmission:
+    """Submit runs, and return the submission with the names that they have.
+
+    `given_name` is the name that was typed, if one was: otherwise names are generated, and those of
+    an earlier try are taken again.
+    """
+    submission = LoginSubmission.from_configs(configs)
+    note = SubmissionNote(submission, given_name)
+    if note.id is not None and len(note.names) == len(configs):
+        submission = replace(submission, configs=_rename(configs, note.names))
+    for run in submission.runs:
+        require_free_or_copy(run, submission.target.host)
+    runs_folder = Path(configs[0].run.dir).absolute()
+    launch = submission.configs[0].launch
+    secrets_text = _render_secrets(read_launch_secrets(submission.configs[0], False))
+    manifest = read_manifest(submission.source, runs_folder, os.environ, launch.secrets)
+    submission_id = note.id or note.write(submission)
+    is_asked = False
+    try:
+        with open_connection(submission.target) as connection:
+            result = _find_earlier(connection, note)
+            if result is None:
+                python = _prepare(connection, submission, manifest)
+                connection.step = "submitting the job"
+                is_asked = True
+                request = {"do": "submit", "id": submission_id, "digest": manifest.digest}
+                mapped = [
+                    submission.make_remote_config(config, connection.root).to_dict()
+                    for config in submission.configs
+                ]
+                wanted = json.dumps({"configs": mapped, "secrets": secrets_text}).encode()
+                result = connection.ask(request | python, wanted)
+            else:
+                print(
+                    "an earlier command, which did not come to its end, had submitted this",
+                    file=sys.stderr,
+                )
+            _adopt(connection, submission, result)
+    except EchelonError as error:
+        # Only a connection that was lost on the way leaves open what became of it.
+        if not is_asked or not isinstance(error, LoginLostError):
+            note.remove()
+        raise
+    note.remove()
+    _print_result(submission, result)
+    return submission
+
+
+def _find_earlier(connection: LoginConnection, note: SubmissionNote) -> dict[str, Any] | None:
+    """Return what became of an earlier try of the same command; None if it submitted nothing."""
+    if note.id is None:
+        return None
+    connection.step = "asking what became of an earlier command"
+    found: dict[str, Any] | None = connection.ask({"do": "submission", "id": note.id})["result"]
+    return found
+
+
+def _prepare(
+    connection: LoginConnection, submission: LoginSubmission, manifest: SourceManifest
+) -> dict[str, Any]:
+    """Send the source and have the Python of the jobs prepared; returns what a submission says of
+    it."""
+    sent = send_source(connection, manifest)
+    if sent:
+        print(f"sent {sent} of {manifest.describe()}", file=sys.stderr, flush=True)
+    connection.step = "preparing the environment"
+    launch = submission.configs[0].launch
+    connection.send(
+        {
+            "do": "python",
+            "digest": manifest.digest,
+            "named": launch.python,
+            "setup": launch.setup,
+            "requirements": list_requirements(),
+            "modules": list_required_modules(),
+        }
+    )
+    while True:
+        message, _ = connection.receive()
+        if "line" in message:
+            print(f"{submission.target.host}: {message['line']}", file=sys.stderr, flush=True)
+        else:
+            return {"python": message["command"], "lines": message["lines"]}
+
+
+def _adopt(
+    connection: LoginConnection, submission: LoginSubmission, result: Mapping[str, Any]
+) -> None:
+    """Make the copies of the runs that were submitted, and fill them."""
+    target = submission.target
+    folders = {str(run["name"]): str(run["folder"]) for run in result["runs"]}
+    copies = []
+    for config, run in zip(submission.configs, submission.runs, strict=True):
+        origin = RunOrigin(
+            target.host,
+            target.ssh,
+            target.remote_dir,
+            folders[run.name],
+            target.python,
+            str(submission.source or ""),
+            config.to_dict(),
+        )
+        copies.append(create_copy(run, origin, config))
+    refresh_copies(connection, copies, with_logs=False)
+
+
+def _print_result(submission: LoginSubmission, result: Mapping[str, Any]) -> None:
+    runs, host = result["runs"], submission.target.host
+    if len(runs) == 1:
+        print(f"job {runs[0]['job']}: run {runs[0]['name']} on {host} in {runs[0]['folder']}")
+        return
+    for job in sorted({str(run["job"]).partition("_")[0] for run in runs}):
+        names = [run["name"] for run in runs if str(run["job"]).partition("_")[0] == job]
+        print(f"job {job}: {len(names)} runs on {host}, {names[0]} … {names[-1]}")
+
+
+def _render_secrets(variables: Mapping[str, str]) -> str:
+    return "".join(f"{name}={value}\n" for name, value in variables.items())
+
+
+def _rename(configs: Sequence[Config], names: Sequence[str]) -> list[Config]:
+    return [
+        replace(config, run=replace(config.run, name=name))
+        for config, name in zip(configs, names, strict=True)
+    ]
+
+
+# --- before anything happens ---
+
+
+def plan_by_login(configs: Sequence[Config], environ: Mapping[str, str]) -> LaunchPlan:
+    """Return the plan of a submission, as `--dry-run` shows it. No network is used."""
+    submission = LoginSubmission.from_configs(configs)
+    target, first = submission.target, configs[0]
+    manifest = read_manifest(
+        submission.source, Path(first.run.dir).absolute(), environ, first.launch.secrets
+    )
+    # The home folder there is not known: the shell of the job would put it in place of the ~.
+    config = submission.make_remote_config(first, target.remote_dir)
+    config = replace(config, launch=replace(config.launch, python=target.python or "python3"))
+    launcher = make_launcher(config)
+    plan = launcher.plan(config, LocalMachine(environ, target.host, 0))
+    if faults := launcher.find_config_faults(config, plan, LocalMachine(environ, target.host, 0)):
+        raise EchelonError(*faults)
+    code = manifest.describe() if manifest.entries else "no code: the experiment is Echelon's own"
+    count = format_count(len(configs), "run")
+    steps = (
+        f"log in to {target.host} with `{target.ssh}`, and send what is not there yet: {code}",
+        _describe_python(target, first.launch, submission.source),
+        f"there, submit {count} once: {shlex.join(plan.commands[0])}",
+        *plan.steps[2:],
+        f"what the run writes comes back into {Run.from_config(first).folder}; its snapshots stay "
+        f"on {target.host} until `echelon pull {first.run.name}`",
+    )
+    return replace(plan, steps=steps)
+
+
+def _describe_python(target: LoginTarget, launch: LaunchConfig, source: Path | None) -> str:
+    if target.python is not None:
+        return f"jobs use {target.python}"
+    found = "python3 after launch.setup" if launch.setup else "the Python that is found there"
+    if source is None:
+        return f"jobs use {found}"
+    return (
+        f"jobs use the environment that {source} asks for, which is built there once by its key; "
+        f"where it asks for none, {found}"
+    )
