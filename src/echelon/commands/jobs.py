@@ -35,7 +35,8 @@ def jobs(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     add_dir_argument(parser)
     given = parser.parse_args(words)
-    from echelon.login.refresh import following_folders, refresh_listed, refresh_named
+    from echelon.login.listing import refresh_listed, refresh_named
+    from echelon.login.refresh import following_folders
     from echelon.views.jobs_table import show_jobs
 
     root = Path(given.dir)

@@ -72,7 +72,7 @@ has the state `broken`.""",
     parser.add_argument("--json", action="store_true")
     add_dir_argument(parser)
     given = parser.parse_args(words)
-    from echelon.login.refresh import refresh_listed
+    from echelon.login.listing import refresh_listed
     from echelon.views.runs_table import RunsQuery, show_runs
 
     refresh_listed(Path(given.dir))
@@ -97,7 +97,7 @@ snapshots: [{step, best, folder}], files: {name: path}}. What is not known is nu
     parser.add_argument("--json", action="store_true")
     add_dir_argument(parser)
     given = parser.parse_args(words)
-    from echelon.login.refresh import refresh_named
+    from echelon.login.listing import refresh_named
     from echelon.views.run_details import show_run
 
     refresh_named([given.run], given.dir)
@@ -143,7 +143,7 @@ a click and zooms by drag. .png and .svg need matplotlib: pip install 'echelon[p
     parser.add_argument("--title", default="")
     add_dir_argument(parser)
     given = parser.parse_intermixed_args(words)
-    from echelon.login.refresh import refresh_listed, refresh_named
+    from echelon.login.listing import refresh_listed, refresh_named
     from echelon.views.plot import plot_runs
     from echelon.views.plot_data import PlotOptions
 

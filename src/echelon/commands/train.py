@@ -240,7 +240,7 @@ def resume(words: list[str]) -> int:
     given = parse_with_overrides(parser, words, _list_setting_names)
     from echelon.config.compose import recompose
     from echelon.entrypoint import start_run
-    from echelon.login.refresh import refresh_named
+    from echelon.login.listing import refresh_named
     from echelon.runs.find import find_run
     from echelon.runs.finished_run import describe_finished_run
 

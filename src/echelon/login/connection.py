@@ -260,7 +260,7 @@ def open_connection(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         # Ctrl-C is for this process, which may still have something to say to the other side.
-        process_group=0 if not asks_questions and sys.version_info >= (3, 11) else None,
+        start_new_session=not asks_questions,
     )
     connection = LoginConnection(target, process)
     watchdog = threading.Timer(limit_s, connection.kill, (limit_s,))

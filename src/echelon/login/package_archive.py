@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import io
 import tarfile
@@ -46,6 +45,8 @@ def pack_package() -> bytes:
 
 def list_requirements() -> list[str]:
     """Return what Echelon needs in the environment of a job, as lines of a requirements.txt."""
+    import importlib.metadata  # not at the top: every list would wait for it
+
     declared = importlib.metadata.requires("echelon") or []
     return [line.replace(" ", "") if ";" not in line else line for line in _drop_extras(declared)]
 

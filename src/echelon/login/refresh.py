@@ -13,8 +13,7 @@ from pathlib import Path
 from echelon.errors import EchelonError
 from echelon.login.connection import LoginConnection, LoginTarget, open_connection
 from echelon.login.local_copy import LocalCopy
-from echelon.runs.find import find_runs, list_runs
-from echelon.runs.origin import read_copy_state, read_origin
+from echelon.runs.origin import list_changing_copies, read_origin
 from echelon.runs.run_folder import Run
 from echelon.utils.text import format_time_ago
 
@@ -55,26 +54,6 @@ def refresh_copies(
         by_folder[str(message["folder"])].apply(message, data)
     for copy in copies:
         copy.save()
-
-
-def refresh_named(names: Sequence[str], root: str, with_logs: bool = False) -> None:
-    """Bring the runs up to date that are named; what no run is named is found out by others."""
-    runs: list[Run] = []
-    for name in names:
-        with contextlib.suppress(EchelonError):
-            runs += find_runs(name, root)
-    refresh_runs([run for run in runs if run.origin_file.exists()], with_logs)
-
-
-def refresh_listed(root: Path) -> None:
-    """Bring all runs of a folder up to date that may have changed."""
-    refresh_runs(list_changing(root))
-
-
-def list_changing(root: Path) -> list[Run]:
-    """Return the copies of runs that were not over when they were last brought up to date."""
-    copies = [run for run in list_runs(root) if run.origin_file.exists()]
-    return [run for run in copies if not read_copy_state(run).is_settled]
 
 
 def _group_by_target(runs: Sequence[Run]) -> list[tuple[LoginTarget, list[LocalCopy]]]:
@@ -226,7 +205,7 @@ def following_folders(roots: Sequence[Path], with_logs: bool, tells: bool) -> It
         yield
         return
     follower = Follower(
-        lambda: [run for root in roots for run in list_changing(root)], with_logs, tells
+        lambda: [run for root in roots for run in list_changing_copies(root)], with_logs, tells
     )
     follower.start()
     try:

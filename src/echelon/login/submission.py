@@ -22,9 +22,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from echelon.config.schema import Config, LaunchConfig
+from echelon.config.schema import Config, LaunchConfig, build_config
 from echelon.errors import EchelonError, Fault
 from echelon.launch.launcher import read_launch_secrets
 from echelon.launch.plan import LaunchPlan, LocalMachine
@@ -38,7 +38,7 @@ from echelon.login.connection import (
 from echelon.login.host.source_store import RUNS_FOLDER, STATE_FOLDER
 from echelon.login.local_copy import create_copy, require_free_or_copy
 from echelon.login.package_archive import list_required_modules, list_requirements
-from echelon.login.refresh import refresh_copies
+from echelon.login.refresh import LIST_LIMIT_S, refresh_copies
 from echelon.login.source_manifest import (
     SourceManifest,
     find_source_folder,
@@ -46,13 +46,13 @@ from echelon.login.source_manifest import (
     send_source,
 )
 from echelon.object_store.urls import is_url
-from echelon.runs.origin import RunOrigin, read_origin
+from echelon.runs.origin import NOTES_FOLDER, RunOrigin, read_origin
+from echelon.runs.process_record import identify_this_process, is_alive
 from echelon.runs.run_folder import Run
 from echelon.utils.files import read_json_object, write_json_atomically
 from echelon.utils.text import format_count
 
-_NOTES_FOLDER = ".login"
-"""Beside the runs: what is being submitted at this moment."""
+_NOTE_KEPT_S = 86400.0
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class SubmissionNote:
     """What this machine has written down of a submission before it began."""
 
     def __init__(self, submission: LoginSubmission, given_name: str | None) -> None:
-        folder = Path(submission.configs[0].run.dir).absolute() / _NOTES_FOLDER
+        folder = Path(submission.configs[0].run.dir).absolute() / NOTES_FOLDER
         key = hashlib.sha256(f"{submission.compute_key()} {given_name}".encode()).hexdigest()[:24]
         self.file = folder / f"{key}.json"
         self._before = read_json_object(self.file) or {}
@@ -145,13 +145,20 @@ class SubmissionNote:
         return [str(name) for name in self._before.get("names", [])]
 
     def write(self, submission: LoginSubmission) -> str:
-        """Write down the names and a new id, which is returned."""
-        new_id = secrets.token_hex(12)
+        """Write down what is submitted, and return its id: that of an earlier try, or a new one."""
+        note_id = self.id or secrets.token_hex(12)
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        names = [str(config.run.name) for config in submission.configs]
-        note = {"id": new_id, "names": names, "host": submission.target.host, "time": time.time()}
-        write_json_atomically(self.file, note, durable=True)
-        return new_id
+        note = {
+            "id": note_id,
+            "names": [str(config.run.name) for config in submission.configs],
+            "process": identify_this_process(),
+            "time": time.time(),
+            "target": vars(submission.target),
+            "source": str(submission.source) if submission.source else None,
+            "configs": [config.to_dict() for config in submission.configs],
+        }
+        write_json_atomically(self.file, note, durable=True, names_code=True)
+        return note_id
 
     def remove(self) -> None:
         """Remove it: the submission has come to its end, or never began."""
@@ -179,11 +186,11 @@ def submit_by_login(configs: Sequence[Config], given_name: str | None) -> LoginS
     launch = submission.configs[0].launch
     secrets_text = _render_secrets(read_launch_secrets(submission.configs[0], False))
     manifest = read_manifest(submission.source, runs_folder, os.environ, launch.secrets)
-    submission_id = note.id or note.write(submission)
+    submission_id = note.write(submission)
     is_asked = False
     try:
         with open_connection(submission.target) as connection:
-            result = _find_earlier(connection, note)
+            result = _find_earlier(connection, note.id)
             if result is None:
                 python = _prepare(connection, submission, manifest)
                 connection.step = "submitting the job"
@@ -207,17 +214,42 @@ def submit_by_login(configs: Sequence[Config], given_name: str | None) -> LoginS
             note.remove()
         raise
     note.remove()
-    _print_result(submission, result)
+    _print_result(submission, result, sys.stdout)
     return submission
 
 
-def _find_earlier(connection: LoginConnection, note: SubmissionNote) -> dict[str, Any] | None:
+def _find_earlier(connection: LoginConnection, note_id: str | None) -> dict[str, Any] | None:
     """Return what became of an earlier try of the same command; None if it submitted nothing."""
-    if note.id is None:
+    if note_id is None:
         return None
     connection.step = "asking what became of an earlier command"
-    found: dict[str, Any] | None = connection.ask({"do": "submission", "id": note.id})["result"]
+    found: dict[str, Any] | None = connection.ask({"do": "submission", "id": note_id})["result"]
     return found
+
+
+def adopt_interrupted(root: Path) -> None:
+    """Make copies of runs that were submitted by commands which were killed before they could.
+
+    Where nothing was submitted, the note stays for a day: the command may be typed again.
+    """
+    for file in sorted((root / NOTES_FOLDER).glob("*.json")):
+        note = read_json_object(file) or {}
+        with contextlib.suppress(KeyError, TypeError, OSError):
+            if is_alive(note["process"]):
+                continue
+            submission = LoginSubmission(
+                LoginTarget(**note["target"]),
+                [build_config(config) for config in note["configs"]],
+                Path(note["source"]) if note["source"] else None,
+            )
+            with open_connection(submission.target, LIST_LIMIT_S, asks_questions=False) as opened:
+                result = _find_earlier(opened, str(note["id"]))
+                if result is not None:
+                    _adopt(opened, submission, result)
+                    print("a command that did not come to its end had submitted:", file=sys.stderr)
+                    _print_result(submission, result, sys.stderr)
+            if result is not None or time.time() - float(note["time"]) > _NOTE_KEPT_S:
+                file.unlink()
 
 
 def _prepare(
@@ -269,14 +301,15 @@ def _adopt(
     refresh_copies(connection, copies, with_logs=False)
 
 
-def _print_result(submission: LoginSubmission, result: Mapping[str, Any]) -> None:
+def _print_result(submission: LoginSubmission, result: Mapping[str, Any], stream: TextIO) -> None:
     runs, host = result["runs"], submission.target.host
     if len(runs) == 1:
-        print(f"job {runs[0]['job']}: run {runs[0]['name']} on {host} in {runs[0]['folder']}")
+        run = runs[0]
+        print(f"job {run['job']}: run {run['name']} on {host} in {run['folder']}", file=stream)
         return
     for job in sorted({str(run["job"]).partition("_")[0] for run in runs}):
         names = [run["name"] for run in runs if str(run["job"]).partition("_")[0] == job]
-        print(f"job {job}: {len(names)} runs on {host}, {names[0]} … {names[-1]}")
+        print(f"job {job}: {len(names)} runs on {host}, {names[0]} … {names[-1]}", file=stream)
 
 
 def _render_secrets(variables: Mapping[str, str]) -> str:

@@ -7,11 +7,15 @@ with every answer of the login node. All else in the folder is the run's own, as
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from echelon.runs.run_folder import Run
+from echelon.runs.run_folder import ORIGIN_FILE, Run
 from echelon.runs.slurm_queue import SlurmJobState, SlurmQueueAnswer
 from echelon.utils.files import read_json_object, write_json_atomically
+
+NOTES_FOLDER = ".login"
+"""Beside the runs: what is being submitted at this moment (`echelon.login.submission`)."""
 
 
 @dataclass(frozen=True)
@@ -89,3 +93,11 @@ def read_slurm_answer(run: Run) -> SlurmQueueAnswer:
         return SlurmQueueAnswer({}, "it was not asked yet")
     states = {job: SlurmJobState(*pair[:2]) for job, pair in state.states.items() if pair}
     return SlurmQueueAnswer(states, state.slurm_error)
+
+
+def list_changing_copies(root: Path) -> list[Run]:
+    """Return the copies in a folder of runs that were not over when they were last brought up to
+    date."""
+    found = [Run(file.parent.absolute()) for file in sorted(root.glob(f"*/{ORIGIN_FILE}"))]
+    runs = [run for run in found if not run.folder.is_symlink()]
+    return [run for run in runs if not read_copy_state(run).is_settled]

@@ -31,6 +31,7 @@ RUN_FILES = (CONFIG_FILE, STATUS_FILE, METRICS_FILE)
 """A folder with one of these is a run, sound or broken."""
 SUBMISSION_FILE = "submission.json"
 HISTORY_FILE = "history.jsonl"
+ORIGIN_FILE = "origin.json"
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Run:
     @property
     def origin_file(self) -> Path:
         """There if the run is on a cluster and this folder is a copy of it. See `runs.origin`."""
-        return self.folder / "origin.json"
+        return self.folder / ORIGIN_FILE
 
     @property
     def origin_state_file(self) -> Path:

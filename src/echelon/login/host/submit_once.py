@@ -53,7 +53,6 @@ def submit_once(store: SourceStore, submission: Submission) -> dict[str, Any]:
     files.folder.mkdir(parents=True, exist_ok=True)
     _remove_old(files.folder)
     if not _is_done(files.read_result()):
-        files.result.unlink(missing_ok=True)
         _carry_out_in_own_session(store, submission, files)
     result = files.read_result() or {}
     if not _is_done(result):

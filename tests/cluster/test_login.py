@@ -1,0 +1,246 @@
+"""launch.login: a laptop without Slurm, a login node behind ssh, and what happens in between."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_runner import is_a_sentence_and_a_hint, until
+from laptop import Laptop, open_laptop, start_login_sshd, write_ssh_config
+from slurm_cluster import TestCluster
+from sshd import HIDE
+
+from echelon.errors import ExitCode
+from echelon.runs.origin import read_copy_state, read_origin
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
+HOLD = "launch.sbatch=['--hold']"
+"""The job stays in the queue, so that it costs nothing."""
+EXPERIMENT = """
+import dataclasses, pathlib, time
+import torch
+import echelon
+from scale import SCALE
+
+@dataclasses.dataclass
+class Settings:
+    seconds: float = 0.0
+
+def experiment(cfg: Settings):
+    print("data:", pathlib.Path("data/numbers.txt").read_text().strip())
+    x = torch.randn(64, 4)
+    model = torch.nn.Linear(4, 1)
+    def loss(output, target):
+        time.sleep(cfg.seconds)
+        return torch.nn.functional.mse_loss(output, target)
+    data = (x, SCALE * x.sum(1, keepdim=True))
+    return echelon.Experiment(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=loss,
+        train_data=data, eval_data=data,
+    )
+
+if __name__ == "__main__":
+    echelon.main(experiment)
+"""
+
+
+@pytest.fixture
+def laptop(cluster: TestCluster, tmp_path: Path) -> Iterator[Laptop]:
+    with open_laptop(cluster, tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+def project(laptop: Laptop) -> Laptop:
+    """Code on the laptop, data on the cluster."""
+    (laptop.folder / "train.py").write_text(EXPERIMENT)
+    (laptop.folder / "scale.py").write_text("SCALE = 1.0\n")
+    data = laptop.remote / "data"
+    data.mkdir(parents=True)
+    (data / "numbers.txt").write_text("only on the cluster\n")
+    return laptop
+
+
+# --- one run from its submission to its snapshots -----------------------------------------------
+
+
+def test_a_run_goes_there_and_comes_back(project: Laptop) -> None:
+    laptop = project
+    words = ("train", "experiment=train.py:experiment", *laptop.words, "trainer.epochs=3")
+    plan = laptop.type(*words, "run.name=a", "--dry-run")
+    assert plan.code == ExitCode.OK, plan.err
+    assert "2 files of" in plan.out
+    assert not laptop.remote.joinpath(".echelon").exists()
+    done = laptop.type(*words, "run.name=a", "--wait")
+    assert done.code == ExitCode.OK, done.output
+    assert done.out.startswith("job ")
+    assert "run a on login in" in done.out
+    assert "data: only on the cluster" in done.out
+    assert laptop.queue("a") == [], "it has ended there"
+    copy = laptop.run("a")
+    origin = read_origin(copy)
+    assert origin is not None
+    assert (origin.host, origin.folder) == ("login", str(laptop.remote / "runs" / "a"))
+    there = Path(origin.folder)
+    for name in ("metrics.jsonl", "history.jsonl", "status.json", "exit", "logs/node-0.log"):
+        assert (copy.folder / name).read_bytes() == (there / name).read_bytes(), name
+    assert not copy.has_snapshots()
+    # It is over and copied whole: lists do not ask for it again, even if nobody answers.
+    assert read_copy_state(copy).is_settled
+    shown = json.loads(laptop.type("show", "latest", "--json").out)
+    assert (shown["run"], shown["state"], shown["step"]) == ("a", "finished", 6)
+    plotted = laptop.type("plot", "a", "-o", "curves.html")
+    assert plotted.code == ExitCode.OK, plotted.err
+    pulled = laptop.type("pull", "a", "--best", "--json")
+    assert pulled.code == ExitCode.OK, pulled.err
+    [snapshot] = json.loads(pulled.out)["snapshots"]
+    files = [path for path in Path(snapshot).rglob("*") if path.is_file()]
+    assert files
+    origin_snapshot = there / "snapshots" / Path(snapshot).name
+    for file in files:
+        assert file.read_bytes() == (origin_snapshot / file.relative_to(snapshot)).read_bytes()
+    # Other code in one file: that file alone is sent, and the run goes on where it was.
+    (laptop.folder / "scale.py").write_text("SCALE = 2.0\n")
+    more = laptop.type("resume", "a", "trainer.epochs=4")
+    assert "sent 1 of 2 files" in more.err, more.output
+    assert laptop.wait_for_state("a", "finished") == "finished"
+    assert json.loads(laptop.type("show", "a", "--json").out)["step"] == 8
+
+
+def test_a_running_job_is_followed_and_cancelled(project: Laptop) -> None:
+    laptop = project
+    words = ("train", "experiment=train.py:experiment", *laptop.words, "run.name=b")
+    done = laptop.type(*words, "seconds=0.2", "trainer.epochs=1000", "trainer.log_steps=1")
+    assert done.code == ExitCode.OK, done.output
+    following = laptop.start("attach", "b")
+    until(lambda: "step 3/" in following.read_output(), 300, "steps", laptop.describe)
+    again = laptop.type("train", "experiment=train.py:experiment", *laptop.words, "run.name=b")
+    assert again.code != ExitCode.OK
+    assert is_a_sentence_and_a_hint(again.err), again.err
+    stacks = laptop.type("stacks", "b")
+    assert "rank 0" in stacks.out, stacks.output
+    # The laptop changes networks: the job goes on, and so does the command.
+    laptop.cluster.link(laptop.host, "down")
+    until(lambda: "trying again" in following.read_output(), 120, "a warning", laptop.describe)
+    shown = laptop.type("jobs")
+    assert "as of" in shown.out, shown.output
+    assert "warning: what is shown of b" in shown.err
+    laptop.cluster.link(laptop.host, "up")
+    until(lambda: "answers again" in following.read_output(), 120, "it is back", laptop.describe)
+    cancelled = laptop.type("cancel", "b")
+    assert "was asked to save and end" in cancelled.out, cancelled.output
+    ended = following.wait(300)
+    assert ended.code == ExitCode.PREEMPTED, ended.output
+    assert "everything is saved" in ended.out
+    assert laptop.wait_for_state("b", "cancelled") == "cancelled"
+
+
+def test_runs_of_a_grid_are_one_array_and_programs_run_too(project: Laptop) -> None:
+    laptop = project
+    words = ("train", "-m", "experiment=train.py:experiment", *laptop.words, "run.name=grid")
+    done = laptop.type(*words, "seed=1,2", "trainer.epochs=1", "--wait")
+    assert done.code == ExitCode.OK, done.output
+    assert "2 runs on login, grid-0 … grid-1" in done.out
+    jobs = {laptop.run(f"grid-{n}").read_job_id() for n in (0, 1)}
+    [array] = {job.partition("_")[0] for job in jobs}
+    assert jobs == {f"{array}_0", f"{array}_1"}
+    program = ("run", *laptop.words, "run.name=p", "--wait")
+    ran = laptop.type(*program, "--", "python", "-c", "import scale; print('scale', scale.SCALE)")
+    assert ran.code == ExitCode.OK, ran.output
+    assert "scale 1.0" in ran.out
+    removed = laptop.type("rm", "--yes", "p")
+    assert removed.code == ExitCode.OK, removed.output
+    assert not (laptop.remote / "runs" / "p").exists()
+    assert not laptop.run("p").folder.exists()
+
+
+# --- nothing half, nothing twice ----------------------------------------------------------------
+
+
+def test_a_laptop_that_is_killed_submits_once(laptop: Laptop) -> None:
+    """Killed after ever longer times, from before the connection to after the answer; the same
+    command typed again ends with one job and one run."""
+    words = ("train", *laptop.words[:-1], HOLD)
+    began = time.monotonic()
+    assert laptop.type(*words, "run.name=first").code == ExitCode.OK
+    whole_s = time.monotonic() - began
+    for number in range(5):
+        name = f"k{number}"
+        running = laptop.start(*words, f"run.name={name}")
+        time.sleep(whole_s * (0.35 + 0.15 * number))  # when to kill it, not what to wait for
+        for pid in running.find_all():
+            if "sshd" not in Path(f"/proc/{pid}/comm").read_text():
+                signal_if_there(pid)
+        running.wait()
+        done = laptop.type(*words, f"run.name={name}")
+        # Where the killed command had come to its end, the run is queued already: a refusal.
+        assert len(laptop.queue(name)) == 1, done.output
+        assert laptop.run(name).read_job_id() == laptop.queue(name)[0]
+        assert next(job for job in laptop.jobs() if job["run"] == name)["state"] == "queued"
+    assert not (laptop.folder / "runs" / ".login").exists()
+
+
+def signal_if_there(pid: int) -> None:
+    import os
+
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def test_a_submission_whose_laptop_never_came_back_is_found_by_a_list(laptop: Laptop) -> None:
+    words = ("train", *laptop.words[:-1], HOLD, "run.name=lost")
+    running = laptop.start(*words)
+    until(lambda: laptop.queue("lost"), 120, "a job", laptop.describe)
+    running.end()
+    assert [job["run"] for job in laptop.jobs()] == ["lost"]
+    assert len(laptop.queue("lost")) == 1
+
+
+# --- what may be wrong --------------------------------------------------------------------------
+
+
+def test_what_is_wrong_there_is_a_sentence(laptop: Laptop, tmp_path: Path) -> None:
+    cluster = laptop.cluster
+    base = ("train", "run.name=w", *laptop.words[:2])
+
+    def refused(config: Path, *words: str) -> str:
+        done = laptop.type(*base, f"launch.ssh=ssh -F {config}", *words)
+        assert done.code != ExitCode.OK, done.output
+        assert is_a_sentence_and_a_hint(done.err), done.err
+        assert not laptop.run("w").folder.exists()
+        assert laptop.queue("w") == []
+        return done.err
+
+    other = tmp_path / "other_config"
+    write_ssh_config(cluster, other, more="    UserKnownHostsFile /dev/null\n")
+    assert "ssh has never seen login" in refused(other)
+    write_ssh_config(
+        cluster, other, more="    IdentityFile /dev/null\n    PreferredAuthentications publickey\n"
+    )
+    text = other.read_text().replace(str(cluster.kind.folder / "ssh" / "client"), "/dev/null")
+    other.write_text(text)
+    assert "does not let you in" in refused(other)
+    write_ssh_config(cluster, other, port=2299)
+    assert "cannot be reached" in refused(other)
+    there = f"launch.remote_dir={tmp_path / 'there' / 'x'}"
+    python = f"launch.python={laptop.words[4].partition('=')[2]}"
+    assert "partition" in refused(laptop.ssh_config, there, python, "launch.partition=nowhere")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with start_login_sshd(cluster, tmp_path / "there", 2223, variables=f"PATH={empty}"):
+        write_ssh_config(cluster, other, port=2223)
+        assert "login" in refused(other, there)
+    assert "lacks torch" in refused(laptop.ssh_config, there, "launch.python=/usr/bin/python3")
+    full = tmp_path / "full"
+    full.mkdir()
+    small = HIDE.replace("mount -t tmpfs", "mount -t tmpfs -o size=64k")
+    with start_login_sshd(cluster, full, 2224, prepare=small):
+        write_ssh_config(cluster, other, port=2224)
+        assert "No space left on device" in refused(other, f"launch.remote_dir={full}/x", python)
