@@ -55,6 +55,7 @@ campaigns: $(READY) ## long fault campaigns: 1,000 kills while saving, 200 resta
 	$(PY) tests/campaigns/rank_kills.py --kills 100 --pause-s 1 --json benchmarks/results/rank_kills.json
 	$(PY) tests/campaigns/soak.py --minutes 120 --json benchmarks/results/soak.json
 	$(PY) tests/campaigns/soak.py --minutes 120 --launch slurm --json benchmarks/results/soak_slurm.json
+	$(PY) tests/campaigns/login_kills.py --kills 100 --json benchmarks/results/login_kills.json
 	$(PY) -m pytest tests -m campaign
 
 cluster:        ## start the test cluster, three hosts on this machine (root, Debian)

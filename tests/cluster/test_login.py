@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,7 +93,7 @@ def test_a_run_goes_there_and_comes_back(project: Laptop) -> None:
     assert read_copy_state(copy).is_settled
     shown = json.loads(laptop.type("show", "latest", "--json").out)
     assert (shown["run"], shown["state"], shown["step"]) == ("a", "finished", 6)
-    plotted = laptop.type("plot", "a", "-o", "curves.html")
+    plotted = laptop.type("plot", "a", "-o", "../curves.html")
     assert plotted.code == ExitCode.OK, plotted.err
     pulled = laptop.type("pull", "a", "--best", "--json")
     assert pulled.code == ExitCode.OK, pulled.err
@@ -115,10 +114,12 @@ def test_a_run_goes_there_and_comes_back(project: Laptop) -> None:
 def test_a_running_job_is_followed_and_cancelled(project: Laptop) -> None:
     laptop = project
     words = ("train", "experiment=train.py:experiment", *laptop.words, "run.name=b")
-    done = laptop.type(*words, "seconds=0.2", "trainer.epochs=1000", "trainer.log_steps=1")
+    done = laptop.type(*words, "seconds=0.2", "trainer.epochs=1000")
     assert done.code == ExitCode.OK, done.output
     following = laptop.start("attach", "b")
-    until(lambda: "step 3/" in following.read_output(), 300, "steps", laptop.describe)
+    until(
+        lambda: "evaluated after step 4" in following.read_output(), 300, "steps", laptop.describe
+    )
     again = laptop.type("train", "experiment=train.py:experiment", *laptop.words, "run.name=b")
     assert again.code != ExitCode.OK
     assert is_a_sentence_and_a_hint(again.err), again.err
@@ -150,9 +151,18 @@ def test_runs_of_a_grid_are_one_array_and_programs_run_too(project: Laptop) -> N
     [array] = {job.partition("_")[0] for job in jobs}
     assert jobs == {f"{array}_0", f"{array}_1"}
     program = ("run", *laptop.words, "run.name=p", "--wait")
-    ran = laptop.type(*program, "--", "python", "-c", "import scale; print('scale', scale.SCALE)")
+    secrets = laptop.folder / "secrets.env"
+    secrets.write_text("CANARY=tell-nobody\n")
+    secrets.chmod(0o600)
+    code = "import os, scale; print('scale', scale.SCALE, len(os.environ['CANARY']))"
+    program = (*program, f"launch.secrets={secrets}", "--", "python", "-c", code)
+    ran = laptop.type(*program)
     assert ran.code == ExitCode.OK, ran.output
-    assert "scale 1.0" in ran.out
+    assert "scale 1.0 11" in ran.out
+    sources = laptop.remote / ".echelon" / "sources"
+    assert not list(sources.glob("*/secrets.env"))
+    texts = [path for path in (laptop.remote / "runs").rglob("*") if path.is_file()]
+    assert not [path for path in texts if b"tell-nobody" in path.read_bytes()]
     removed = laptop.type("rm", "--yes", "p")
     assert removed.code == ExitCode.OK, removed.output
     assert not (laptop.remote / "runs" / "p").exists()
@@ -173,10 +183,7 @@ def test_a_laptop_that_is_killed_submits_once(laptop: Laptop) -> None:
         name = f"k{number}"
         running = laptop.start(*words, f"run.name={name}")
         time.sleep(whole_s * (0.35 + 0.15 * number))  # when to kill it, not what to wait for
-        for pid in running.find_all():
-            if "sshd" not in Path(f"/proc/{pid}/comm").read_text():
-                signal_if_there(pid)
-        running.wait()
+        laptop.kill(running)
         done = laptop.type(*words, f"run.name={name}")
         # Where the killed command had come to its end, the run is queued already: a refusal.
         assert len(laptop.queue(name)) == 1, done.output
@@ -185,20 +192,11 @@ def test_a_laptop_that_is_killed_submits_once(laptop: Laptop) -> None:
     assert not (laptop.folder / "runs" / ".login").exists()
 
 
-def signal_if_there(pid: int) -> None:
-    import os
-
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
 def test_a_submission_whose_laptop_never_came_back_is_found_by_a_list(laptop: Laptop) -> None:
     words = ("train", *laptop.words[:-1], HOLD, "run.name=lost")
     running = laptop.start(*words)
     until(lambda: laptop.queue("lost"), 120, "a job", laptop.describe)
-    running.end()
+    laptop.kill(running)
     assert [job["run"] for job in laptop.jobs()] == ["lost"]
     assert len(laptop.queue("lost")) == 1
 

@@ -463,3 +463,24 @@ def test_files_are_readable_by_the_owner_only(tmp_path: Path) -> None:
     in_source = EnvironmentPaths(tmp_path / ".venv")
     in_source.make_parent()
     assert (in_source.lock.parent / ".gitignore").read_text() == "*\n"
+
+
+def test_requirements_may_be_added_that_the_files_do_not_name(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    """What Echelon needs on a cluster joins a list, and leaves what is locked as it is."""
+    more = ["rich>=13", "psutil>=5"]
+
+    def read(folder: str, **files: str) -> tuple[str, str]:
+        where = source(tmp_path / folder, **files)
+        plan = plan_environment(where, environ=environ, more=more)
+        return plan.build_steps.inputs["requirements.txt"], plan.key
+
+    text, key = read("a", **{"requirements.txt": "six\nRich==13.7\n"})
+    assert text == "six\nRich==13.7\npsutil>=5\n"
+    plain = plan_environment(tmp_path / "a", environ=environ)
+    assert plain.build_steps.inputs["requirements.txt"] == "six\nRich==13.7\n"
+    assert plain.key != key
+    hashed = "six==1.16.0 --hash=sha256:" + "a" * 64 + "\n"
+    assert read("b", **{"requirements.txt": hashed})[0] == hashed
+    assert "psutil>=5" in read("c", **{"pyproject.toml": PROJECT})[0]

@@ -7,9 +7,11 @@ not on its PATH, and its folders are others.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,6 +81,18 @@ class Laptop:
         """`echelon train` of the toy on the cluster."""
         return self.type("train", *self.words, "trainer.epochs=1", "samples=64", *words)
 
+    def kill(self, command: RunningCommand) -> None:
+        """SIGKILL to a command and the ssh that it started, as the end of a laptop's battery. What
+        runs for it on the login node is another machine's."""
+        for pid in command.find_all():
+            with contextlib.suppress(OSError):
+                if str(pid) not in self._login_pids():
+                    os.kill(pid, signal.SIGKILL)
+        command.process.wait()
+
+    def _login_pids(self) -> set[str]:
+        return {str(pid) for pid in self.cluster.processes(self.cluster.nodes[0])}
+
     def run(self, name: str) -> Run:
         """The copy of a run."""
         return Run(self.folder / "runs" / name)
@@ -123,8 +137,8 @@ def open_laptop(cluster: TestCluster, folder: Path) -> Iterator[Laptop]:
         try:
             yield laptop
         finally:
-            for each in laptop.started:
-                each.end()
+            for command in laptop.started:
+                command.end()
             end_jobs(cluster, folder)
 
 

@@ -124,7 +124,7 @@ class LoginConnection:
         if "error" in answer:
             raise EchelonError(
                 Fault(
-                    f"{answer['file']} cannot be written on {self.target.host}: {answer['error']}",
+                    f"{answer['file']} cannot be used on {self.target.host}: {answer['error']}",
                     "free some space or quota there, or give another folder with "
                     "launch.remote_dir=PATH",
                 ),

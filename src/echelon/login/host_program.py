@@ -30,6 +30,11 @@ def main() -> None:
     package = root / ".echelon" / "packages" / hello["package"]
     os.umask(os.umask(0o022) | 0o022)  # code that a group may write is not trusted
     try:
+        if foreign := _find_foreign_folder(package):
+            _send(
+                answers, {"error": "it belongs to somebody else, or others may write it"} | foreign
+            )
+            return
         if not package.is_dir():
             _send(answers, {"want": "package"})
             size = json.loads(requests.readline())["size"]
@@ -43,6 +48,16 @@ def main() -> None:
     from echelon.login.host.serve import serve
 
     serve(requests, answers, root, package)
+
+
+def _find_foreign_folder(package: Path) -> dict[str, str]:
+    """Return a folder of ours in which somebody else could put code; empty if there is none."""
+    for folder in (package.parents[1], package.parent, package):
+        if folder.is_dir():
+            status = folder.stat()
+            if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
+                return {"file": str(folder)}
+    return {}
 
 
 def _send(answers: BinaryIO, message: dict[str, Any]) -> None:

@@ -305,11 +305,19 @@ def _print_result(submission: LoginSubmission, result: Mapping[str, Any], stream
     runs, host = result["runs"], submission.target.host
     if len(runs) == 1:
         run = runs[0]
-        print(f"job {run['job']}: run {run['name']} on {host} in {run['folder']}", file=stream)
+        print(
+            f"job {run['job']}: run {run['name']} on {host} in {run['folder']}",
+            file=stream,
+            flush=True,
+        )
         return
     for job in sorted({str(run["job"]).partition("_")[0] for run in runs}):
         names = [run["name"] for run in runs if str(run["job"]).partition("_")[0] == job]
-        print(f"job {job}: {len(names)} runs on {host}, {names[0]} … {names[-1]}", file=stream)
+        print(
+            f"job {job}: {len(names)} runs on {host}, {names[0]} … {names[-1]}",
+            file=stream,
+            flush=True,
+        )
 
 
 def _render_secrets(variables: Mapping[str, str]) -> str:

@@ -33,6 +33,7 @@ from echelon.runs.curves import (
 from echelon.runs.find import find_run_including_broken
 from echelon.runs.history import RunHistory
 from echelon.runs.metrics_file import SPEED_METRICS, is_number, read_recent_metrics
+from echelon.runs.origin import read_copy_state, read_origin
 from echelon.runs.record import RunRecord, read_run_records
 from echelon.runs.run_folder import Run
 from echelon.runs.slurm_queue import SlurmQueueAnswer
@@ -48,6 +49,7 @@ from echelon.utils.text import (
     can_print_unicode,
     convert_for_terminal,
     format_duration,
+    format_time_ago,
     format_timestamp,
     truncate_text,
 )
@@ -254,6 +256,7 @@ def _print_header(details: RunDetails, screen: Console, width: int) -> None:
         "experiment": _format_experiment(record),
         "when": _format_times(details),
         "where": _format_launcher(record),
+        "cluster": _format_origin(record.run),
         "progress": _format_progress(details),
         "speed": _format_speed_row(details),
         "effective": format_effective_time(details.accounting),
@@ -322,6 +325,15 @@ def _format_launcher(record: RunRecord) -> str:
         else ""
     )
     return f"{status.launcher} {place if status.job or status.host else ''}".strip() + size
+
+
+def _format_origin(run: Run) -> str:
+    """Return where a run is that is on a cluster, and how old this copy of it is."""
+    origin = read_origin(run)
+    if origin is None:
+        return ""
+    age = format_time_ago(read_copy_state(run).asked)
+    return f"{origin.host}:{origin.folder}, copied {age}"
 
 
 def _format_count(count: int, what: str) -> str:
@@ -503,7 +515,9 @@ def _suggest_commands(details: RunDetails) -> dict[str, str]:
         rows["read"] = f"echelon logs {name}" + (" -f" if record.run_status.is_active else "")
     if record.run_status.is_active:
         rows["end"] = f"echelon cancel {name}"
-    elif not record.problem:
+    if record.run.origin_file.exists() and record.has_trained:
+        rows["snapshots"] = f"echelon pull {name}"
+    if not record.run_status.is_active and not record.problem:
         done = details.step is not None and details.step == record.facts.total_steps
         longer = "epochs" if record.get_section("trainer").get("steps") is None else "steps"
         more = f" trainer.{longer}=…" if done else ""
