@@ -144,10 +144,11 @@ def _start_by_login(
 ) -> int:
     """Submit runs by the login node of a cluster (`launch.login`); returns the exit code."""
     from echelon.login.refresh import following
-    from echelon.login.submission import plan_by_login, submit_by_login
+    from echelon.login.submission import LoginSubmission, plan_by_login, submit_by_login
 
     if dry_run:
-        plan_by_login(configs, os.environ).print_plan(as_json)
+        submission = LoginSubmission.from_configs(configs)
+        plan_by_login(submission, os.environ).print_plan(as_json)
         return ExitCode.OK
     submission = submit_by_login(configs, given_name)
     with following(submission.runs if wait else []):

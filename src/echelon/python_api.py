@@ -14,6 +14,7 @@ from echelon.entrypoint import load_project_defaults
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.jobs.cancel import cancel_runs
 from echelon.launch.slurm.batch_script import count_processes_per_node
+from echelon.login.remote_commands import refuse_login
 from echelon.runs.create import create_run, generate_run_name
 from echelon.runs.process_record import identify_process, make_starting_status
 from echelon.runs.run_folder import Run
@@ -233,6 +234,11 @@ def _plan(request: SubmitRequest, function: str) -> Submission:
         )
     defaults = load_project_defaults(request.source or Path())
     submission = plan_submission(request, defaults, os.environ)
+    refuse_login(
+        submission.configs[0].launch.login,
+        f"{_CALLER} does not submit from another machine yet",
+        "call it on the login node, or type `echelon submit` or `echelon run` here",
+    )
     require_prerequisites(submission, os.environ)
     file = function.rpartition(":")[0]
     if file.endswith(".py") and not submission.source.contains(os.path.normpath(file)):

@@ -169,6 +169,34 @@ def test_runs_of_a_grid_are_one_array_and_programs_run_too(project: Laptop) -> N
     assert not laptop.run("p").folder.exists()
 
 
+def test_commands_of_a_file_work_in_copies_of_their_own(project: Laptop) -> None:
+    laptop = project
+    (laptop.folder / "work.py").write_text(
+        "import pathlib, sys\n"
+        "pathlib.Path('result.txt').write_text(sys.argv[1])\n"
+        "pathlib.Path('scale.py').write_text('changed')\n"
+        "print('data', pathlib.Path('data/numbers.txt').read_text().strip(), sys.argv[1])\n"
+    )
+    (laptop.folder / "commands.txt").write_text("python work.py one\npython work.py two\n")
+    words = ("submit", "--configs", "commands.txt", "--name", "w", *laptop.words)
+    plan = laptop.type(*words, "--dry-run")
+    assert plan.code == ExitCode.OK, plan.err
+    assert "submit 2 runs once" in plan.out
+    done = laptop.type(*words, "--wait")
+    assert done.code == ExitCode.OK, done.output
+    for number, word in enumerate(("one", "two")):
+        there = laptop.remote / "runs" / f"w-{number}"
+        assert (there / "work" / "result.txt").read_text() == word
+        assert f"data only on the cluster {word}" in laptop.type("logs", f"w-{number}").out
+    [tree] = (laptop.remote / ".echelon" / "sources").iterdir()
+    assert (tree / "scale.py").read_text() == "SCALE = 1.0\n"
+    again = laptop.type("resume", "w-0")
+    assert "is a submitted command on login" in again.err
+    refused = laptop.type(*words, "--link", "data")
+    assert refused.code == ExitCode.USAGE
+    assert is_a_sentence_and_a_hint(refused.err), refused.err
+
+
 # --- nothing half, nothing twice ----------------------------------------------------------------
 
 

@@ -57,7 +57,7 @@ def submit(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print what is planned or done as JSON")
     given = parser.parse_intermixed_args(words)
     from echelon.entrypoint import load_project_defaults, start_run
-    from echelon.submission.plan import SubmitRequest
+    from echelon.submission.plan import Submission, SubmitRequest
     from echelon.submission.submit_commands import submit_commands
 
     at_once = (
@@ -74,7 +74,15 @@ def submit(words: list[str]) -> int:
         given.requeue,
     )
     defaults = load_project_defaults(request.source or Path())
-    return submit_commands(request, defaults, given.dry_run, given.json, given.wait, start_run)
+
+    def submit_elsewhere(submission: Submission, request: SubmitRequest) -> int:
+        from echelon.login.command_submission import submit_commands_by_login
+
+        return submit_commands_by_login(submission, request, given.dry_run, given.json, given.wait)
+
+    return submit_commands(
+        request, defaults, given.dry_run, given.json, given.wait, start_run, submit_elsewhere
+    )
 
 
 def wandb_job(words: list[str]) -> int:

@@ -139,6 +139,7 @@ def _train_like(where: str, overrides: list[str], dry_run: bool, as_json: bool, 
 
     run = find_run(where)
     config = _read_settings(run)
+    _require_no_command_elsewhere(run)
     if run.submission_file is not None:
         raise EchelonError(
             Fault(
@@ -247,6 +248,7 @@ def resume(words: list[str]) -> int:
     run = find_run(given.run)
     refresh_named([given.run], "runs")
     config = _read_settings(run)
+    _require_no_command_elsewhere(run)
     if run.submission_file is not None and config.program:
         raise EchelonError(
             Fault(
@@ -284,6 +286,20 @@ def _read_settings(run: Run) -> Config:
         return run.read_config()
     require_trusted_file(run.origin_file)
     return build_config(origin.config)
+
+
+def _require_no_command_elsewhere(run: Run) -> None:
+    """Raise EchelonError for a command that was submitted to a cluster by its login node."""
+    from echelon.runs.origin import read_origin
+
+    origin = read_origin(run)
+    if origin is not None and origin.is_command:
+        raise EchelonError(
+            Fault(
+                f"run {run.name} is a submitted command on {origin.host}",
+                f"submit it again, or type `echelon resume {origin.folder}` on {origin.host}",
+            )
+        )
 
 
 def _has_saved(run: Run) -> bool:

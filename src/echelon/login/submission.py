@@ -29,6 +29,7 @@ from echelon.errors import EchelonError, Fault
 from echelon.launch.launcher import read_launch_secrets
 from echelon.launch.plan import LaunchPlan, LocalMachine
 from echelon.launch.registry import make_launcher
+from echelon.launch.slurm.batch_script import is_started_by_srun
 from echelon.login.connection import (
     LoginConnection,
     LoginLostError,
@@ -64,6 +65,15 @@ class LoginSubmission:
     """As they were composed here, with names."""
     source: Path | None
     """The folder whose code they need."""
+    works_alone: bool = False
+    """Whether each is a command that works in a copy of the source of its own."""
+    uses_environment: bool = True
+    """Whether the environment that the source asks for is built."""
+
+    @property
+    def needs_echelon(self) -> bool:
+        """Whether jobs run Echelon. Programs that srun itself starts need not even have torch."""
+        return not all(map(is_started_by_srun, self.configs))
 
     @classmethod
     def from_configs(cls, configs: Sequence[Config]) -> LoginSubmission:
@@ -155,6 +165,7 @@ class SubmissionNote:
             "time": time.time(),
             "target": vars(submission.target),
             "source": str(submission.source) if submission.source else None,
+            "works_alone": submission.works_alone,
             "configs": [config.to_dict() for config in submission.configs],
         }
         write_json_atomically(self.file, note, durable=True, names_code=True)
@@ -176,7 +187,17 @@ def submit_by_login(configs: Sequence[Config], given_name: str | None) -> LoginS
     `given_name` is the name that was typed, if one was: otherwise names are generated, and those of
     an earlier try are taken again.
     """
-    submission = LoginSubmission.from_configs(configs)
+    submission, result = carry_out(LoginSubmission.from_configs(configs), given_name)
+    _print_result(submission, result, sys.stdout)
+    return submission
+
+
+def carry_out(
+    submission: LoginSubmission, given_name: str | None
+) -> tuple[LoginSubmission, dict[str, Any]]:
+    """Submit runs, and return the submission with the names that they have, and what the login node
+    says of its jobs."""
+    configs = submission.configs
     note = SubmissionNote(submission, given_name)
     if note.id is not None and len(note.names) == len(configs):
         submission = replace(submission, configs=_rename(configs, note.names))
@@ -200,8 +221,12 @@ def submit_by_login(configs: Sequence[Config], given_name: str | None) -> LoginS
                     submission.make_remote_config(config, connection.root).to_dict()
                     for config in submission.configs
                 ]
-                wanted = json.dumps({"configs": mapped, "secrets": secrets_text}).encode()
-                result = connection.ask(request | python, wanted)
+                wanted = {
+                    "configs": mapped,
+                    "secrets": secrets_text,
+                    "works_alone": submission.works_alone,
+                }
+                result = connection.ask(request | python, json.dumps(wanted).encode())
             else:
                 print(
                     "an earlier command, which did not come to its end, had submitted this",
@@ -214,8 +239,7 @@ def submit_by_login(configs: Sequence[Config], given_name: str | None) -> LoginS
             note.remove()
         raise
     note.remove()
-    _print_result(submission, result, sys.stdout)
-    return submission
+    return submission, result
 
 
 def _find_earlier(connection: LoginConnection, note_id: str | None) -> dict[str, Any] | None:
@@ -241,6 +265,7 @@ def adopt_interrupted(root: Path) -> None:
                 LoginTarget(**note["target"]),
                 [build_config(config) for config in note["configs"]],
                 Path(note["source"]) if note["source"] else None,
+                bool(note["works_alone"]),
             )
             with open_connection(submission.target, LIST_LIMIT_S, asks_questions=False) as opened:
                 result = _find_earlier(opened, str(note["id"]))
@@ -268,8 +293,9 @@ def _prepare(
             "digest": manifest.digest,
             "named": launch.python,
             "setup": launch.setup,
-            "requirements": list_requirements(),
-            "modules": list_required_modules(),
+            "requirements": list_requirements() if submission.needs_echelon else [],
+            "modules": list_required_modules() if submission.needs_echelon else [],
+            "environment": submission.uses_environment,
         }
     )
     while True:
@@ -296,6 +322,7 @@ def _adopt(
             target.python,
             str(submission.source or ""),
             config.to_dict(),
+            submission.works_alone,
         )
         copies.append(create_copy(run, origin, config))
     refresh_copies(connection, copies, with_logs=False)
@@ -334,10 +361,10 @@ def _rename(configs: Sequence[Config], names: Sequence[str]) -> list[Config]:
 # --- before anything happens ---
 
 
-def plan_by_login(configs: Sequence[Config], environ: Mapping[str, str]) -> LaunchPlan:
+def plan_by_login(submission: LoginSubmission, environ: Mapping[str, str]) -> LaunchPlan:
     """Return the plan of a submission, as `--dry-run` shows it. No network is used."""
-    submission = LoginSubmission.from_configs(configs)
-    target, first = submission.target, configs[0]
+    target, configs = submission.target, submission.configs
+    first = configs[0]
     manifest = read_manifest(
         submission.source, Path(first.run.dir).absolute(), environ, first.launch.secrets
     )
@@ -352,7 +379,7 @@ def plan_by_login(configs: Sequence[Config], environ: Mapping[str, str]) -> Laun
     count = format_count(len(configs), "run")
     steps = (
         f"log in to {target.host} with `{target.ssh}`, and send what is not there yet: {code}",
-        _describe_python(target, first.launch, submission.source),
+        _describe_python(submission),
         f"there, submit {count} once: {shlex.join(plan.commands[0])}",
         *plan.steps[2:],
         f"what the run writes comes back into {Run.from_config(first).folder}; its snapshots stay "
@@ -361,13 +388,14 @@ def plan_by_login(configs: Sequence[Config], environ: Mapping[str, str]) -> Laun
     return replace(plan, steps=steps)
 
 
-def _describe_python(target: LoginTarget, launch: LaunchConfig, source: Path | None) -> str:
-    if target.python is not None:
-        return f"jobs use {target.python}"
-    found = "python3 after launch.setup" if launch.setup else "the Python that is found there"
-    if source is None:
+def _describe_python(submission: LoginSubmission) -> str:
+    if submission.target.python is not None:
+        return f"jobs use {submission.target.python}"
+    has_setup = bool(submission.configs[0].launch.setup)
+    found = "python3 after launch.setup" if has_setup else "the Python that is found there"
+    if submission.source is None or not submission.uses_environment:
         return f"jobs use {found}"
     return (
-        f"jobs use the environment that {source} asks for, which is built there once by its key; "
-        f"where it asks for none, {found}"
+        f"jobs use the environment that {submission.source} asks for, which is built there once by "
+        f"its key; where it asks for none, {found}"
     )

@@ -36,6 +36,8 @@ class RunOrigin:
     """The folder here whose code was sent."""
     config: dict[str, Any]
     """The configuration as it was composed here, with the paths of this machine."""
+    is_command: bool = False
+    """Whether it is a command that was submitted (`echelon submit`)."""
 
     def write(self, run: Run) -> None:
         """Write it into the run's folder here."""

@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,7 @@ class Submission:
             self.source_copy, tuple(self.render_environment_setup())
         )
         jobs = []
-        for group in _group_alike(self.configs):
+        for group in job_array.group_alike(self.configs):
             if len(group) == 1 or job_array.read_max_array_size(os.environ) <= 1:
                 for config in group:
                     run = Run.from_config(config)
@@ -198,14 +198,6 @@ class Submission:
         }
 
 
-def _group_alike(configs: Sequence[Config]) -> Iterator[list[Config]]:
-    """Yield groups of runs with equal launch settings, in the order of their first members."""
-    settings = [(config.launch, config.mode) for config in configs]
-    first = [settings.index(each) for each in settings]
-    for _, group in groupby(sorted(range(len(configs)), key=first.__getitem__), first.__getitem__):
-        yield [configs[index] for index in group]
-
-
 # --- from the request to the plan ---
 
 
@@ -223,7 +215,9 @@ def plan_submission(
     chosen_mode = config.mode if "mode" in _list_overridden_keys(request) else None
     planned = _plan_commands(commands, config, chosen_mode, source_tree.folder, visible_gpus)
     name = _choose_name(request.name or config.run.name, file, commands)
-    environment = _plan_environment(request, source_tree.folder, env)
+    # What a login node is given to do decides about the environment there.
+    is_elsewhere = config.launch.login is not None
+    environment = None if is_elsewhere else _plan_environment(request, source_tree.folder, env)
     submission = Submission(
         name,
         name,
@@ -241,15 +235,6 @@ def _compose_config(request: SubmitRequest, defaults: FileDefaults, first: Shell
     """Compose the settings that all commands share, with the first one as the program."""
     words = [] if "launch" in _list_overridden_keys(request) else ["launch=slurm"]
     config = compose([*words, *request.overrides], program=first.argv, defaults=defaults)
-    if config.launch.login is not None:
-        raise EchelonError(
-            Fault(
-                f"launch.login={config.launch.login}: commands of a file are not submitted from "
-                "another machine yet",
-                "submit each one with `echelon run launch=slurm launch.login=HOST -- COMMAND`, or "
-                "type `echelon submit` on the login node",
-            )
-        )
     if config.launch.kind not in ("slurm", "local"):
         raise EchelonError(
             Fault(

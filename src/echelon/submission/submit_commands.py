@@ -28,13 +28,17 @@ def submit_commands(
     as_json: bool,
     wait: bool,
     start_run: Callable[[Config], int],
+    submit_elsewhere: Callable[[Submission, SubmitRequest], int],
 ) -> int:
     """Submit the commands of a file, from the code as it is now, each as a run of its own.
 
     Returns 0 once they are queued; if they were waited for or run here, the first code that is not
-    0. `start_run` starts one run on this machine and returns its exit code.
+    0. `start_run` starts one run on this machine and returns its exit code; `submit_elsewhere`
+    gives a submission to the login node that `launch.login` names.
     """
     submission = plan_submission(request, defaults, os.environ)
+    if submission.configs[0].launch.login is not None:
+        return submit_elsewhere(submission, request)
     require_prerequisites(submission, os.environ)
     if dry_run:
         print_submission(submission, submission.build_jobs(), as_json)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,6 +45,14 @@ def submit_arrays(configs: Sequence[Config], dry_run: bool) -> int:
         first, last = created_runs[0], created_runs[-1]
         print(f"job {job}: {len(created_runs)} runs, {first.name} … {last.name}")
     return ExitCode.OK
+
+
+def group_alike(configs: Sequence[Config]) -> Iterator[list[Config]]:
+    """Yield groups of runs with equal launch settings, in the order of their first members."""
+    settings = [(config.launch, config.mode) for config in configs]
+    first = [settings.index(each) for each in settings]
+    for _, group in groupby(sorted(range(len(configs)), key=first.__getitem__), first.__getitem__):
+        yield [configs[index] for index in group]
 
 
 def plan_arrays(

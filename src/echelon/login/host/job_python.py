@@ -41,6 +41,8 @@ class PythonRequest:
     """What Echelon itself needs in an environment, as lines of a requirements.txt."""
     modules: tuple[str, ...]
     """The same as names of modules."""
+    uses_environment: bool = True
+    """Whether the environment that the source asks for is built."""
 
 
 def prepare_job_python(
@@ -68,14 +70,20 @@ def _choose_python(
         python = os.path.expanduser(request.named)
         first = f'export PATH={shlex.quote(str(Path(python).parent))}"${{PATH:+:$PATH}}"'
         return JobPython(python, (first,), python)
-    from echelon.environments import build_environment, plan_environment, render_activation_lines
+    if request.uses_environment:
+        from echelon.environments import (
+            build_environment,
+            plan_environment,
+            render_activation_lines,
+        )
 
-    plan = plan_environment(source, environ=os.environ, more=request.requirements)
-    if plan.kind != "none":
-        if not plan.ready:
-            build_environment(plan, print_line)
-        python = str(plan.folder / "bin" / "python")
-        return JobPython(python, tuple(render_activation_lines(plan)), f"environment {plan.key}")
+        plan = plan_environment(source, environ=os.environ, more=request.requirements)
+        if plan.kind != "none":
+            if not plan.ready:
+                build_environment(plan, print_line)
+            python = str(plan.folder / "bin" / "python")
+            lines = tuple(render_activation_lines(plan))
+            return JobPython(python, lines, f"environment {plan.key}")
     if request.setup:
         return JobPython("python3", (), "python3 after launch.setup")
     return JobPython(sys.executable, (), sys.executable)

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from echelon.login.frames import MAX_DATA_BYTES, send_frame
 from echelon.login.host.slurm_cache import read_job_states
-from echelon.runs.run_folder import Run
+from echelon.runs.run_folder import CONFIG_FILE, Run
 from echelon.runs.status import FolderFacts
 
 TAIL_BYTES = 4096
@@ -116,12 +116,18 @@ class SentFiles:
 def _walk(folder: Path, deep: bool) -> Iterator[Path]:
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda e: e.name):
-            if entry.name.startswith(".") or (not deep and entry.name in _NOT_SENT):
+            if entry.name.startswith(".") or (not deep and _is_own(folder, entry.name)):
                 continue
             if entry.is_file(follow_symlinks=False):
                 yield Path(entry.path)
             elif deep and entry.is_dir(follow_symlinks=False):
                 yield from _walk(Path(entry.path), deep)
+
+
+def _is_own(folder: Path, name: str) -> bool:
+    """Return whether the copy has this file of its own. Where a command's training has become the
+    run, its settings are known there alone."""
+    return name in _NOT_SENT and not (name == CONFIG_FILE and Run(folder).command_file.exists())
 
 
 def send_states(stream: BinaryIO, state_folder: Path, runs: Sequence[Run]) -> None:

@@ -110,6 +110,7 @@ class HostSession:
             tuple(request["setup"]),
             tuple(request["requirements"]),
             tuple(request["modules"]),
+            bool(request["environment"]),
         )
         python = prepare_job_python(
             wanted,
@@ -126,11 +127,14 @@ class HostSession:
     def _submit(self, request: dict[str, Any], data: bytes) -> None:
         wanted = json.loads(data)
         secrets = self._keep_secrets(str(request["id"]), wanted["secrets"])
+        lines, works_alone = list(request["lines"]), bool(wanted["works_alone"])
+        shared_lines = [] if works_alone else lines
         configs = [
-            with_job_python(config, request["python"], request["lines"], secrets)
+            with_job_python(config, request["python"], shared_lines, secrets)
             for config in wanted["configs"]
         ]
-        submission = Submission(str(request["id"]), str(request["digest"]), configs)
+        work_lines = lines if works_alone else None
+        submission = Submission(str(request["id"]), str(request["digest"]), configs, work_lines)
         result = submit_once(self._store, submission)
         self._send(result | {"done": True})
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.launcher import LaunchServices
 from echelon.launch.plan import LocalMachine
 from echelon.launch.registry import make_launcher
-from echelon.launch.slurm.sbatch import find_in_queue
+from echelon.launch.slurm.batch_script import ScriptEnvironment, render_script
+from echelon.launch.slurm.job_array import group_alike, plan_arrays, queue_array
+from echelon.launch.slurm.sbatch import find_in_queue, queue_run
 from echelon.login.host.source_store import SourceStore
 from echelon.runs.run_folder import Run
 from echelon.utils.files import read_json_object, write_json_atomically
@@ -42,6 +44,15 @@ class Submission:
     digest: str
     """Of the source tree."""
     configs: Sequence[dict[str, Any]]
+    work_lines: Sequence[str] | None = None
+    """Of commands that each have a copy of the source as their working folder: the lines that enter
+    their environment. None of runs that share the source."""
+
+    def make_environment(self, tree: Path) -> ScriptEnvironment | None:
+        """Return what a batch script adds to such a command. The files of a tree are read-only."""
+        if self.work_lines is None:
+            return None
+        return ScriptEnvironment(tree, ("chmod -R u+w .", *self.work_lines))
 
 
 def submit_once(store: SourceStore, submission: Submission) -> dict[str, Any]:
@@ -153,46 +164,62 @@ def _carry_out(
 ) -> dict[str, Any]:
     """Submit the runs, or find out that an earlier process did before it was killed."""
     configs = [build_config(config) for config in submission.configs]
+    groups = list(group_alike(configs))
     runs = [Run.from_config(config) for config in configs]
-    if (jobs := _find_earlier_jobs(runs, files)) is not None:
-        return _describe_result(runs, jobs, "")
     had_folder = {run.folder: run.folder.exists() for run in runs}
     printed = io.StringIO()
     try:
         tree = store.get_tree(submission.digest)
+        environment = submission.make_environment(tree)
         os.chdir(tree)
+        left = [group for group in groups if not _take_over_earlier_job(group, files)]
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            for run, config in _check_all(configs, runs):
+            for group in left:
+                _check(group, is_new=environment is not None)
+            for run in runs if left else ():
                 store.point_code_link(run.name, tree)
-                assert config.run.name == run.name
-            files.begun.touch()
-            _start(configs)
+            if left:
+                files.begun.touch()
+            for group in left:
+                _start(group, environment)
     except (EchelonError, OSError) as error:
         _remove_unsubmitted(runs, had_folder, store)
         return _describe_error(error)
-    return _describe_result(runs, {}, printed.getvalue())
+    return _describe_result(runs, printed.getvalue())
 
 
-def _check_all(configs: Sequence[Config], runs: Sequence[Run]) -> Iterator[tuple[Run, Config]]:
-    """Take the first configuration through what has to hold before anything is written, and yield
-    every run. The others differ from it in settings of the training alone."""
-    launcher = make_launcher(configs[0])
-    machine = LocalMachine(os.environ, os.uname().nodename, 0)
-    launcher.complete_config(configs[0], False)
-    plan = launcher.plan(configs[0], machine)
-    if faults := launcher.find_config_faults(configs[0], plan, machine):
+def _check(group: Sequence[Config], is_new: bool) -> None:
+    """Raise what keeps runs from being submitted, before anything is written. They differ in
+    settings of the training alone, so one of them is asked about."""
+    taken = [config for config in group if Run.from_config(config).folder.exists()]
+    if is_new and taken:
+        raise EchelonError(
+            Fault(
+                f"{Run.from_config(taken[0]).folder} is there already, and each command of a file "
+                "is a new run",
+                "give another name with --name",
+            )
+        )
+    launcher = make_launcher(group[0])
+    launcher.complete_config(group[0], False)
+    plan = launcher.plan(group[0], _describe_machine())
+    if faults := launcher.find_config_faults(group[0], plan, _describe_machine()):
         raise EchelonError(*faults)
-    launcher.check(configs[0], plan, _NO_SERVICES)
-    yield from zip(runs, configs, strict=True)
+    launcher.check(group[0], plan, _NO_SERVICES)
 
 
-def _start(configs: Sequence[Config]) -> None:
-    launcher = make_launcher(configs[0])
-    if len(configs) > 1:
-        launcher.start_multirun(configs, False, lambda config, dry_run: 0)
+def _start(group: Sequence[Config], environment: ScriptEnvironment | None) -> None:
+    """Queue one run, or an array of several."""
+    if len(group) > 1:
+        for array in plan_arrays(group, environment):
+            queue_array(array)
         return
-    plan = launcher.plan(configs[0], LocalMachine(os.environ, os.uname().nodename, 0))
-    launcher.start(configs[0], plan, _NO_SERVICES)
+    [config] = group
+    queue_run(config, render_script(config, Run.from_config(config), environment))
+
+
+def _describe_machine() -> LocalMachine:
+    return LocalMachine(os.environ, os.uname().nodename, 0)
 
 
 def _not_here(*_: Any) -> int:
@@ -202,8 +229,9 @@ def _not_here(*_: Any) -> int:
 _NO_SERVICES = LaunchServices(_not_here, _not_here, _not_here, _not_here)
 
 
-def _find_earlier_jobs(runs: Sequence[Run], files: SubmissionFiles) -> dict[str, str] | None:
-    """Return the jobs that an earlier process queued for this submission; None if it did not.
+def _take_over_earlier_job(group: Sequence[Config], files: SubmissionFiles) -> bool:
+    """Return whether an earlier process has queued these runs for this submission, and write down
+    their jobs if it was killed before it could.
 
     It may have been killed between sbatch's answer and the record of it, and the job may be over
     by now. So the folder is asked, into which the job writes its number, and then the queue.
@@ -211,16 +239,17 @@ def _find_earlier_jobs(runs: Sequence[Run], files: SubmissionFiles) -> dict[str,
     try:
         begun = files.begun.stat().st_mtime
     except FileNotFoundError:
-        return None
-    first = runs[0]
-    if not _has_job_since(first, begun):
-        job = find_in_queue(first.name, begun)
-        if job is None:
-            return None
-        for index, run in enumerate(runs):
-            number = job if len(runs) == 1 else f"{job}_{index}"
-            run.job_id_file.write_text(f"{number}\n", encoding="utf-8")
-    return {run.name: run.read_job_id() for run in runs}
+        return False
+    runs = [Run.from_config(config) for config in group]
+    if _has_job_since(runs[0], begun):
+        return True
+    job = find_in_queue(runs[0].name, begun)
+    if job is None:
+        return False
+    for index, run in enumerate(runs):
+        number = job if len(runs) == 1 else f"{job}_{index}"
+        run.job_id_file.write_text(f"{number}\n", encoding="utf-8")
+    return True
 
 
 def _has_job_since(run: Run, begun: float) -> bool:
@@ -239,14 +268,9 @@ def _remove_unsubmitted(
             store.get_code_link(run.name).unlink(missing_ok=True)
 
 
-def _describe_result(runs: Sequence[Run], jobs: Mapping[str, str], text: str) -> dict[str, Any]:
+def _describe_result(runs: Sequence[Run], text: str) -> dict[str, Any]:
     described = [
-        {
-            "name": run.name,
-            "folder": str(run.folder),
-            "job": jobs.get(run.name) or run.read_job_id(),
-        }
-        for run in runs
+        {"name": run.name, "folder": str(run.folder), "job": run.read_job_id()} for run in runs
     ]
     return {"runs": described, "text": text, "time": time.time()}
 
