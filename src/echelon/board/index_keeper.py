@@ -31,6 +31,7 @@ _METRICS_FILE = "metrics.jsonl"
 _STATUS_FILES = {
     *RUN_FILES,
     *("history.jsonl", "annotations.json", "exit", "job", "cancelled", "archived", "command.json"),
+    ".origin",
 }
 """What a row is made of, beside summary.json: a row that is followed has its own summary."""
 

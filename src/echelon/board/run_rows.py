@@ -37,7 +37,7 @@ _READ_FILES = frozenset(
         *("config.json", "status.json", "metrics.jsonl", "summary.json", "history.jsonl"),
         *("annotations.json", "exit", "job", "command.json", "start.json", "call.json"),
         *("wandb.json", "mirror.json", "submission.json", "bad_samples.jsonl", "foreign.json"),
-        *("cancelled", "archived", ".membership", ".writer", ".nodes"),
+        *("cancelled", "archived", ".membership", ".writer", ".nodes", "origin.json", ".origin"),
     )
 )
 _MAX_TEXT = 1000

@@ -24,6 +24,7 @@ from echelon.runs.status import ACTIVE_STATES, FolderFacts, derive_statuses
 from echelon.utils.files import replace_file
 from echelon.utils.locks import FileLock
 
+_WRITE_TIME_EVERY_S = 30.0
 _SETTLED_STATES = ("finished", "failed", "cancelled", "preempted", "pruned")
 
 
@@ -104,16 +105,21 @@ class LocalCopy:
     def save(self, unreachable: str = "") -> None:
         """Write how far the copy has come; with `unreachable`, why it could not go on."""
         with self._lock:
+            before = read_copy_state(self.run)
             if unreachable:
-                self.state = replace(read_copy_state(self.run), unreachable=unreachable)
+                self.state = replace(before, unreachable=unreachable, is_settled=False)
             else:
-                files = {**read_copy_state(self.run).files, **self.state.files}
+                files = {**before.files, **self.state.files}
                 files = {n: signs for n, signs in files.items() if (self.run.folder / n).exists()}
                 self.state = replace(self.state, files=files, asked=time.time(), unreachable="")
-            self.state.write(self.run)
-            settled = not unreachable and self._is_over()
-            if settled != self.state.is_settled:
-                self.state = replace(self.state, is_settled=settled)
+                self.state = replace(self.state, is_settled=False)
+            # A board reads the row again whenever this file changes: not for the time alone.
+            is_recent = self.state.asked - before.asked < _WRITE_TIME_EVERY_S
+            same = replace(self.state, asked=0.0) == replace(before, asked=0.0, is_settled=False)
+            if not (same and is_recent and not before.is_settled):
+                self.state.write(self.run)
+            if not unreachable and self._is_over():  # as what was just written says
+                self.state = replace(self.state, is_settled=True)
                 self.state.write(self.run)
         self._point_latest()
 
