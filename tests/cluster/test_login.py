@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -227,6 +228,22 @@ def test_a_submission_whose_laptop_never_came_back_is_found_by_a_list(laptop: La
     laptop.kill(running)
     assert [job["run"] for job in laptop.jobs()] == ["lost"]
     assert len(laptop.queue("lost")) == 1
+
+
+def test_two_laptops_at_once_share_the_folder_there(laptop: Laptop) -> None:
+    """And one of them has a run that the other one resumes by its name."""
+    other = replace(laptop, folder=laptop.folder.with_name("other"), started=[])
+    other.folder.mkdir()
+    words = ("train", *laptop.words[:-1], HOLD)
+    commands = [each.start(*words, f"run.name={n}") for n, each in enumerate((laptop, other))]
+    commands += [each.start(*words, "run.name=same") for each in (laptop, other)]
+    ended = [command.wait() for command in commands]
+    assert [done.code for done in ended[:2]] == [0, 0], ended
+    # Of two starts of one run, one is refused; both laptops may have it afterwards.
+    assert sorted(done.code == ExitCode.OK for done in ended[2:]) == [False, True], ended
+    assert [len(laptop.queue(name)) for name in ("0", "1", "same")] == [1, 1, 1]
+    assert {job["run"] for job in laptop.jobs()} <= {"0", "same"}
+    assert {job["run"] for job in other.jobs()} <= {"1", "same"}
 
 
 # --- what may be wrong --------------------------------------------------------------------------

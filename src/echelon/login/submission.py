@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from echelon.config.schema import Config, LaunchConfig, build_config
-from echelon.errors import EchelonError, Fault
+from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.launcher import read_launch_secrets
 from echelon.launch.plan import LaunchPlan, LocalMachine
 from echelon.launch.registry import make_launcher
@@ -227,6 +227,8 @@ def carry_out(
                     "works_alone": submission.works_alone,
                 }
                 result = connection.ask(request | python, json.dumps(wanted).encode())
+                if result.get("unknown"):
+                    raise _make_unknown_error(submission.target.host)
             else:
                 print(
                     "an earlier command, which did not come to its end, had submitted this",
@@ -240,6 +242,16 @@ def carry_out(
         raise
     note.remove()
     return submission, result
+
+
+def _make_unknown_error(host: str) -> LoginLostError:
+    return LoginLostError(
+        Fault(
+            f"{host} ended the process that submitted the job, before it could say whether it did",
+            "type the same command again: it finds out what became of it",
+        ),
+        exit=ExitCode.FAILED,
+    )
 
 
 def _find_earlier(connection: LoginConnection, note_id: str | None) -> dict[str, Any] | None:

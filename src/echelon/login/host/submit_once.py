@@ -58,14 +58,17 @@ class Submission:
 def submit_once(store: SourceStore, submission: Submission) -> dict[str, Any]:
     """Return what became of a submission: `{runs: [{name, folder, job}], …}` or `{faults, exit}`.
 
-    A submission that failed has queued nothing, and may be asked for again.
+    A submission that failed has queued nothing, and may be asked for again. `{unknown: true}` means
+    that the process which carried it out was killed: the same id again finds out what became of it.
     """
     files = SubmissionFiles(store.folder, submission.id)
     files.folder.mkdir(parents=True, exist_ok=True)
     _remove_old(files.folder)
     if not _is_done(files.read_result()):
         _carry_out_in_own_session(store, submission, files)
-    result = files.read_result() or {}
+    result = files.read_result()
+    if result is None:  # the process was ended in the middle; what it began is found next time
+        return {"unknown": True}
     if not _is_done(result):
         files.remove()
     return result
