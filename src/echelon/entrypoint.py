@@ -151,7 +151,7 @@ def _start_by_login(
         plan_by_login(submission, os.environ).print_plan(as_json)
         return ExitCode.OK
     submission = submit_by_login(configs, given_name)
-    with following(submission.runs if wait else []):
+    with following(submission.runs if wait else [], is_new=True):
         if len(submission.runs) == 1:
             return _make_launch_services().follow_queued_run(submission.configs[0], wait)
         if not wait:

@@ -13,6 +13,7 @@ from command_runner import is_a_sentence_and_a_hint, until
 from laptop import Laptop, open_laptop, start_login_sshd, write_ssh_config
 from slurm_cluster import TestCluster
 from sshd import HIDE
+from wheels import wheel
 
 from echelon.errors import ExitCode
 from echelon.runs.origin import read_copy_state, read_origin
@@ -151,6 +152,10 @@ def test_runs_of_a_grid_are_one_array_and_programs_run_too(project: Laptop) -> N
     jobs = {laptop.run(f"grid-{n}").read_job_id() for n in (0, 1)}
     [array] = {job.partition("_")[0] for job in jobs}
     assert jobs == {f"{array}_0", f"{array}_1"}
+    together = json.loads(laptop.type("jobs", "grid", "--json").out)
+    assert {job["run"]: job["state"] for job in together} == dict.fromkeys(
+        ("grid-0", "grid-1"), "finished"
+    )
     program = ("run", *laptop.words, "run.name=p", "--wait")
     secrets = laptop.folder / "secrets.env"
     secrets.write_text("CANARY=tell-nobody\n")
@@ -164,6 +169,18 @@ def test_runs_of_a_grid_are_one_array_and_programs_run_too(project: Laptop) -> N
     assert not list(sources.glob("*/secrets.env"))
     texts = [path for path in (laptop.remote / "runs").rglob("*") if path.is_file()]
     assert not [path for path in texts if b"tell-nobody" in path.read_bytes()]
+    # Without launch.python: the environment that the folder asks for is built there, once.
+    wheel(laptop.folder / "wheels", "tiny")
+    (laptop.folder / "requirements.txt").write_text("--no-index\n--find-links ./wheels\ntiny\n")
+    settings = [word for word in laptop.words if not word.startswith("launch.python")]
+    program = ("run", "mode=plain", *settings, "--wait")
+    code = "import sys, tiny; print('tiny', tiny.version, sys.prefix)"
+    for name, is_built in (("e", True), ("e2", False)):
+        ran = laptop.type(*program, f"run.name={name}", "--", "python", "-c", code)
+        assert ran.code == ExitCode.OK, ran.output
+        assert "tiny 1.0" in ran.out, ran.output
+        assert ("login: building" in ran.err) == is_built
+    assert str(laptop.remote.parent / ".cache" / "echelon" / "envs") in ran.out
     removed = laptop.type("rm", "--yes", "p")
     assert removed.code == ExitCode.OK, removed.output
     assert not (laptop.remote / "runs" / "p").exists()

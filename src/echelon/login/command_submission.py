@@ -46,16 +46,16 @@ def submit_commands_by_login(
         print(
             f"job {run['job']}: run {run['name']} on {launch.login} in {run['folder']}", flush=True
         )
-    with following(submission.runs if wait else []):
+    with following(submission.runs if wait else [], is_new=True):
         if len(submission.runs) == 1:
             return attach_or_print_hint(submission.configs[0], wait)
         if wait:
             return wait_for_runs(submission.runs)
     root = Path(submission.configs[0].run.dir)
     dir_option = "" if root == Path("runs").absolute() else f" --dir {root}"
-    names = " ".join(run.name for run in submission.runs)
-    print(f"  follow it  echelon jobs --watch{dir_option}")
-    print(f"  end it     echelon cancel {names}{dir_option}")
+    name = submission.runs[0].name.rpartition("-")[0]
+    print(f"  follow it  echelon jobs {name} --watch{dir_option}")
+    print(f"  end it     echelon cancel {name}{dir_option}")
     return ExitCode.OK
 
 

@@ -183,16 +183,22 @@ class Follower:
 
 
 @contextlib.contextmanager
-def following(runs: Sequence[Run], with_logs: bool = True) -> Iterator[None]:
-    """Keep these runs up to date in the background; runs of this machine need nothing."""
+def following(runs: Sequence[Run], *, is_new: bool = False) -> Iterator[None]:
+    """Keep these runs and their logs up to date in the background; runs of this machine need
+    nothing.
+
+    Of a run that was submitted just now (`is_new`) every line that comes is new; else what is there
+    is brought first, so that what is shown begins with it.
+    """
     copies = [run for run in runs if run.origin_file.exists()]
     if not copies:
         yield
         return
-    follower = Follower(lambda: copies, with_logs)
+    follower = Follower(lambda: copies, with_logs=True)
     follower.start()
     try:
-        follower.wait_for_first_answer(LIST_LIMIT_S)  # what is shown begins with what is there
+        if not is_new:
+            follower.wait_for_first_answer(LIST_LIMIT_S)
         yield
     finally:
         follower.stop()

@@ -337,6 +337,9 @@ def _adopt(
             submission.works_alone,
         )
         copies.append(create_copy(run, origin, config))
+    if len(copies) > 1:  # by which all of them are found under the name they have in common
+        listed = "".join(f"{copy.run.folder}\n" for copy in copies)
+        copies[0].run.array_file.write_text(listed, encoding="utf-8", errors="surrogateescape")
     refresh_copies(connection, copies, with_logs=False)
 
 
