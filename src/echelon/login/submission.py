@@ -1,6 +1,6 @@
 """Submitting runs by a login node, so that nothing is submitted twice or by half.
 
-1. The laptop writes down what it is about to submit, under an id (`runs/.login/KEY.json`).
+1. The laptop writes down what it is about to submit, under an id (`runs/.login/KEY-….json`).
 2. The source, the environment and the submission follow in one ssh session; the login node carries
    out an id once (`host/submit_once.py`).
 3. The copy of the run folder is made here, and the note is removed.
@@ -135,13 +135,23 @@ class LoginSubmission:
 
 
 class SubmissionNote:
-    """What this machine has written down of a submission before it began."""
+    """What this machine has written down of a submission before it began.
+
+    Each has a file of its own, so that the same command may be typed twice at once. One whose
+    process is gone is taken up by the next command of the same words.
+    """
 
     def __init__(self, submission: LoginSubmission, given_name: str | None) -> None:
         folder = Path(submission.configs[0].run.dir).absolute() / NOTES_FOLDER
-        key = hashlib.sha256(f"{submission.compute_key()} {given_name}".encode()).hexdigest()[:24]
-        self.file = folder / f"{key}.json"
-        self._before = read_json_object(self.file) or {}
+        text = f"{submission.compute_key()} {given_name}"
+        key = hashlib.sha256(text.encode()).hexdigest()[:24]
+        self._before: dict[str, Any] = {}
+        self.file = folder / f"{key}-{secrets.token_hex(4)}.json"
+        for file in sorted(folder.glob(f"{key}-*.json")):
+            note = read_json_object(file) or {}
+            if not is_alive(note.get("process")):
+                self.file, self._before = file, note
+                break
 
     @property
     def id(self) -> str | None:
@@ -208,14 +218,15 @@ def carry_out(
     secrets_text = _render_secrets(read_launch_secrets(submission.configs[0], False))
     manifest = read_manifest(submission.source, runs_folder, os.environ, launch.secrets)
     submission_id = note.write(submission)
-    is_asked = False
+    # Whether it is open what became of the id: until the login node has said so.
+    is_open = note.id is not None
     try:
         with open_connection(submission.target) as connection:
             result = _find_earlier(connection, note.id)
+            is_open = result is not None
             if result is None:
                 python = _prepare(connection, submission, manifest)
-                connection.step = "submitting the job"
-                is_asked = True
+                is_open = True
                 request = {"do": "submit", "id": submission_id, "digest": manifest.digest}
                 mapped = [
                     submission.make_remote_config(config, connection.root).to_dict()
@@ -226,22 +237,35 @@ def carry_out(
                     "secrets": secrets_text,
                     "works_alone": submission.works_alone,
                 }
-                result = connection.ask(request | python, json.dumps(wanted).encode())
-                if result.get("unknown"):
-                    raise _make_unknown_error(submission.target.host)
+                try:
+                    result = _submit(connection, request | python, wanted)
+                except LoginLostError:
+                    raise
+                except EchelonError:
+                    is_open = False  # it was refused: nothing was queued
+                    raise
             else:
                 print(
                     "an earlier command, which did not come to its end, had submitted this",
                     file=sys.stderr,
                 )
             _adopt(connection, submission, result)
-    except EchelonError as error:
-        # Only a connection that was lost on the way leaves open what became of it.
-        if not is_asked or not isinstance(error, LoginLostError):
+            is_open = False
+    finally:
+        if not is_open:
             note.remove()
-        raise
-    note.remove()
     return submission, result
+
+
+def _submit(
+    connection: LoginConnection, request: dict[str, Any], wanted: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Have the login node carry the submission out, and return what it says of the jobs."""
+    connection.step = "submitting the job"
+    result = connection.ask(request, json.dumps(wanted).encode())
+    if result.get("unknown"):
+        raise _make_unknown_error(connection.target.host)
+    return result
 
 
 def _make_unknown_error(host: str) -> LoginLostError:
@@ -287,6 +311,8 @@ def adopt_interrupted(root: Path) -> None:
                     _print_result(submission, result, sys.stderr)
             if result is not None or time.time() - float(note["time"]) > _NOTE_KEPT_S:
                 file.unlink()
+    with contextlib.suppress(OSError):
+        (root / NOTES_FOLDER).rmdir()
 
 
 def _prepare(

@@ -20,12 +20,12 @@ from typing import Any
 
 from echelon.config.schema import Config, build_config
 from echelon.errors import EchelonError, ExitCode, Fault
-from echelon.launch.launcher import LaunchServices
+from echelon.launch.launcher import LaunchServices, require_no_writer
 from echelon.launch.plan import LocalMachine
 from echelon.launch.registry import make_launcher
 from echelon.launch.slurm.batch_script import ScriptEnvironment, render_script
 from echelon.launch.slurm.job_array import group_alike, plan_arrays, queue_array
-from echelon.launch.slurm.sbatch import find_in_queue, queue_run
+from echelon.launch.slurm.sbatch import find_in_queue, queue_run, require_sbatch
 from echelon.login.host.source_store import SourceStore
 from echelon.runs.run_folder import Run
 from echelon.utils.files import read_json_object, write_json_atomically
@@ -208,7 +208,13 @@ def _check(group: Sequence[Config], is_new: bool) -> None:
     plan = launcher.plan(group[0], _describe_machine())
     if faults := launcher.find_config_faults(group[0], plan, _describe_machine()):
         raise EchelonError(*faults)
-    launcher.check(group[0], plan, _NO_SERVICES)
+    if len(group) == 1:
+        launcher.check(group[0], plan, _NO_SERVICES)
+        return
+    # An array is one question to the controller: where sbatch refuses it, its folders go again.
+    require_sbatch()
+    for config in group:
+        require_no_writer(config)
 
 
 def _start(group: Sequence[Config], environment: ScriptEnvironment | None) -> None:
