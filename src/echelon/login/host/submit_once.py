@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -167,7 +167,7 @@ def _carry_out(
 ) -> dict[str, Any]:
     """Submit the runs, or find out that an earlier process did before it was killed."""
     configs = [build_config(config) for config in submission.configs]
-    groups = list(group_alike(configs))
+    groups = list(_split_by_sbatch_call(configs))
     runs = [Run.from_config(config) for config in configs]
     had_folder = {run.folder: run.folder.exists() for run in runs}
     printed = io.StringIO()
@@ -189,6 +189,15 @@ def _carry_out(
         _remove_unsubmitted(runs, had_folder, store)
         return _describe_error(error)
     return _describe_result(runs, printed.getvalue())
+
+
+def _split_by_sbatch_call(configs: Sequence[Config]) -> Iterator[Sequence[Config]]:
+    """Yield the runs of each call of sbatch: one alone, or an array that the cluster takes."""
+    for group in group_alike(configs):
+        if len(group) == 1:
+            yield group
+        else:
+            yield from (array.configs for array in plan_arrays(group))
 
 
 def _check(group: Sequence[Config], is_new: bool) -> None:
