@@ -165,7 +165,7 @@ def _parse_value(key: str, node: Any) -> Any:
     if isinstance(node, yaml.SequenceNode):
         return [str(item.value) for item in node.value]
     hint = str(typing.get_type_hints(LaunchConfig).get(key.removeprefix("launch."), str))
-    is_text = "str" in hint and "list" not in hint
+    is_text = "str" in hint and "list" not in hint and "int" not in hint
     if is_text and node.tag != "tag:yaml.org,2002:null":
         return str(node.value)
     loader = yaml.SafeLoader("")
