@@ -70,6 +70,7 @@ SECTIONS = {
     "user": Section("ada", 0),
     "groups": Section("users students", 0),
     "hostname": Section("login1", 0),
+    "sbatch": Section("/usr/bin/sbatch", 0),
     "version": Section("slurm 23.02.7", 0),
     "config": Section("ClusterName             = turing\nSelectType  = select/cons_tres", 0),
     "nodes": Section(NODES, 0),
@@ -136,7 +137,7 @@ def test_a_cluster_without_gpu_types_and_without_accounting() -> None:
     ("changed", "said", "code"),
     [
         (
-            {"nodes": Section("sh: scontrol: not found", 127), "version": Section("", 127)},
+            {"nodes": Section("sh: scontrol: not found", 127), "sbatch": Section("", 127)},
             "there is no Slurm on login",
             ExitCode.NOT_FOUND,
         ),
@@ -145,7 +146,11 @@ def test_a_cluster_without_gpu_types_and_without_accounting() -> None:
             "Slurm's controller does not answer login: slurm_load_node: Unable to contact",
             ExitCode.NOT_FOUND,
         ),
-        ({"partitions": Section("", 124)}, "it did not answer within 30 s", ExitCode.NOT_FOUND),
+        (
+            {"partitions": Section("", 124)},
+            "does not answer login: not within 30 s\n",
+            ExitCode.NOT_FOUND,
+        ),
     ],
 )
 def test_no_slurm_and_a_silent_one_are_told_apart(
@@ -166,7 +171,7 @@ def test_time_limits() -> None:
     cases = {"1-02:03:04": 93_784, "04:00:00": 14_400, "30:00": 1800, "UNLIMITED": None, "": None}
     assert {text: parse_time_limit(text) for text in cases} == cases
     assert [format_time_limit(s) for s in (1800, 14_400, 93_784)] == [
-        *("0:30:00", "4:00:00", "1-2:03:04"),
+        *("0:30:00", "4:00:00", "1-02:03:04"),
     ]
 
 
@@ -243,7 +248,7 @@ def test_the_changes_that_are_tried_are_few_and_possible() -> None:
     # A partition with a shorter limit is proposed together with that limit; a type that too few
     # nodes have is not.
     cpu = compose(["launch=slurm", "launch.time=3-00:00:00", "launch.partition=all"])
-    assert ("launch.partition=cpu", "launch.time=2-0:00:00") in [
+    assert ("launch.partition=cpu", "launch.time=2-00:00:00") in [
         change.settings for change in list_changes(facts_of(), cpu)
     ]
     typed = compose(["launch=slurm", "launch.gpus_per_node=a100:2", "launch.partition=gpu"])
@@ -334,15 +339,21 @@ def test_what_the_cluster_says_cannot_become_a_line() -> None:
 
 
 def test_the_script_runs_in_a_plain_shell_and_writes_nothing(tmp_path: Path) -> None:
-    """All of it, with the programs of this machine; none of Slurm's are on the PATH."""
+    """All of it, without bash, `timeout` and accounting; Slurm's programs answer little."""
     tools = tmp_path / "bin"
     tools.mkdir()
     names = "sh date id hostname sed awk sort uniq grep df cat tail head"
     for name in names.split():
         found = next(p for p in ("/bin", "/usr/bin") if os.path.exists(f"{p}/{name}"))
         (tools / name).symlink_to(f"{found}/{name}")
-    (tools / "sbatch").write_text("#!/bin/sh\ncat > /dev/null; echo no such option >&2; exit 3\n")
-    (tools / "sbatch").chmod(0o755)
+    programs = {
+        "sbatch": "cat > /dev/null; echo no such option >&2; exit 3",
+        "scontrol": "echo warning >&2; echo NodeName=n1 OS=a b Gres=gpu:2",
+        **{"sinfo": "true", "squeue": "true"},
+    }
+    for name, text in programs.items():
+        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).chmod(0o755)
     home = tmp_path / "home"
     home.mkdir()
     script = build_probe(with_setup=True, jobs=["#!/bin/sh\n#SBATCH --nodes=1\ntrue\n"])
@@ -351,7 +362,10 @@ def test_the_script_runs_in_a_plain_shell_and_writes_nothing(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     sections = parse_sections(done.stdout)
     assert sections["job 0"] == Section("no such option", 3)
-    assert sections["nodes"].exit_code != 0
+    assert sections["nodes"].text.splitlines() == ["warning", "NodeName=n1 Gres=gpu:2 "]
+    assert sections["partitions"].exit_code == 0
+    assert sections["waiting"].exit_code == 0
+    assert sections["accounts"].exit_code == 127
     assert sections["folders"].lines[0].startswith(f"{home}|yes|")
     assert "canary" not in done.stdout
     assert not list(home.iterdir())

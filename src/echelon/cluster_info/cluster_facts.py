@@ -78,6 +78,13 @@ class Partition:
             free.update(node.gpus_free)
         return {kind: (free[kind], total[kind]) for kind in sorted(total)}
 
+    def count_all_gpus(self) -> dict[str, int]:
+        """Return all GPUs by type, those of nodes that are down now too."""
+        total: Counter[str] = Counter()
+        for node in self.nodes:
+            total.update(node.gpus_total)
+        return dict(sorted(total.items()))
+
     def find_gpus_per_node(self, kind: str) -> int:
         """Return the most GPUs of a type that a node has."""
         return max((node.gpus_total.get(kind, 0) for node in self.nodes), default=0)
@@ -199,7 +206,7 @@ def read_facts(node: LoginNode, sections: Mapping[str, Section]) -> ClusterFacts
 
 
 _NAMES = (
-    *("time", "user", "groups", "hostname", "version", "nodes", "partitions", "waiting"),
+    *("time", "user", "groups", "hostname", "sbatch", "version", "nodes", "partitions", "waiting"),
     *("accounts", "config", "user_defaults", "qos", "reservations", "licenses", "modules"),
     *("pythons", "containers", "folders"),
 )
@@ -210,7 +217,7 @@ def _require_slurm(node: LoginNode, get: Mapping[str, Section]) -> None:
     answer = get["nodes"] if get["nodes"].exit_code else get["partitions"]
     if answer.exit_code == 0:
         return
-    if get["version"].exit_code in (126, 127):
+    if get["sbatch"].exit_code:
         raise EchelonError(
             Fault(
                 f"there is no Slurm on {node.name}: sbatch is on no PATH there, not even that of "
@@ -221,7 +228,8 @@ def _require_slurm(node: LoginNode, get: Mapping[str, Section]) -> None:
             ),
             exit=ExitCode.NOT_FOUND,
         )
-    what = "it did not answer within 30 s" if answer.exit_code == 124 else answer.reason
+    late = "not within 30 s; " if answer.exit_code == 124 else ""
+    what = f"{late}{answer.reason}" if answer.text.strip() or not late else late.strip("; ")
     raise EchelonError(
         Fault(
             f"Slurm's controller does not answer {node.name}: {what}",
@@ -237,7 +245,8 @@ def _require_slurm(node: LoginNode, get: Mapping[str, Section]) -> None:
 def _read_partitions(
     get: Mapping[str, Section], groups: Sequence[str], associations: Sequence[Association]
 ) -> list[Partition]:
-    nodes = [_read_node(read_fields(line)) for line in get["nodes"].lines]
+    node_fields = [read_fields(line) for line in get["nodes"].lines]
+    nodes = [_read_node(fields) for fields in node_fields if "NodeName" in fields]
     waiting: Counter[str] = Counter()
     for line in get["waiting"].lines:
         count, _, rest = line.strip().partition(" ")
@@ -248,7 +257,8 @@ def _read_partitions(
     found = []
     for line in get["partitions"].lines:
         fields = read_fields(line)
-        name = fields.get("PartitionName", "")
+        if not (name := fields.get("PartitionName", "")):
+            continue
         found.append(
             Partition(
                 name,
@@ -380,8 +390,8 @@ def parse_time_limit(text: str) -> int | None:
 def format_time_limit(seconds: int) -> str:
     """Return seconds as `launch.time` takes them: 4:00:00 or 2-00:00:00."""
     days, rest = divmod(seconds, 86_400)
-    clock = f"{rest // 3600}:{rest % 3600 // 60:02}:{rest % 60:02}"
-    return f"{days}-{clock}" if days else clock
+    minutes = f"{rest % 3600 // 60:02}:{rest % 60:02}"
+    return f"{days}-{rest // 3600:02}:{minutes}" if days else f"{rest // 3600}:{minutes}"
 
 
 def _read_count(text: str) -> int | None:

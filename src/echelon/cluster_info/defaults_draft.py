@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from echelon.cluster_info.cluster_facts import (
     OLDEST_VERSION,
+    Association,
     ClusterFacts,
     Partition,
     format_time_limit,
@@ -84,7 +85,7 @@ def choose_partition(facts: ClusterFacts) -> Partition | None:
     usable = [p for p in facts.partitions if not p.obstacle] or list(facts.partitions)
 
     def rank(partition: Partition) -> tuple[bool, bool, int]:
-        gpus = sum(total for _, total in partition.sum_gpus().values())
+        gpus = sum(partition.count_all_gpus().values())
         return (gpus > 0, partition.is_default, gpus)
 
     return max(usable, key=rank, default=None)
@@ -107,8 +108,8 @@ def _draft_partition(facts: ClusterFacts, chosen: Partition | None) -> DraftSett
 
 
 def _describe_partition(partition: Partition) -> str:
-    counts = partition.sum_gpus().items()
-    gpus = ", ".join(f"{total} {kind or 'GPUs'}" for kind, (_, total) in counts)
+    counts = partition.count_all_gpus().items()
+    gpus = ", ".join(f"{total} {kind or 'GPUs'}" for kind, total in counts)
     limit = partition.max_time_s
     parts = [
         format_count(len(partition.nodes), "node"),
@@ -119,23 +120,34 @@ def _describe_partition(partition: Partition) -> str:
     return f"{partition.name} ({', '.join(parts)})"
 
 
+def _list_accounts(facts: ClusterFacts) -> list[str]:
+    """Return the accounts of this user, the default one first."""
+    names = dict.fromkeys(a.account for a in facts.associations)
+    return sorted(names, key=lambda name: name != facts.default_account)
+
+
+def _list_own_associations(facts: ClusterFacts) -> list[Association]:
+    """Return what the user may do by the account that is proposed."""
+    return [a for a in facts.associations if a.account == _list_accounts(facts)[0]]
+
+
 def _draft_account(facts: ClusterFacts) -> Iterator[DraftSetting]:
-    names = list(dict.fromkeys(a.account for a in facts.associations))
+    names = _list_accounts(facts)
     if facts.accounting_error:
         what = f"accounting did not answer: {facts.accounting_error}"
         yield DraftSetting("account", None, what, "NAME")
     elif not facts.has_accounting:
         yield DraftSetting("account", None, "this cluster keeps no accounting, and needs none")
     elif names:
-        default = facts.default_account if facts.default_account in names else names[0]
-        others = [name for name in names if name != default]
+        default, *others = names
         rest = f" You have {', '.join(others[:_MAX_LISTED])} too." if others else ""
         yield DraftSetting("account", default, f"what jobs are charged to.{rest}")
 
 
 def _draft_qos(facts: ClusterFacts) -> Iterator[DraftSetting]:
-    allowed = list(dict.fromkeys(name for a in facts.associations for name in a.qos))
-    default = next((a.default_qos for a in facts.associations if a.default_qos), "")
+    own = _list_own_associations(facts)
+    allowed = list(dict.fromkeys(name for a in own for name in a.qos))
+    default = next((a.default_qos for a in own if a.default_qos), "")
     if not allowed:
         return
     limits = {q.name: q for q in facts.qos}
@@ -150,12 +162,13 @@ def _draft_qos(facts: ClusterFacts) -> Iterator[DraftSetting]:
         if qos is not None and qos.max_jobs_per_user:
             facts_of_it.append(f"{format_count(qos.max_jobs_per_user, 'job')} per user")
         texts.append(f"{name} ({', '.join(facts_of_it)})" if facts_of_it else name)
+    example = next((name for name in allowed if name != default), allowed[0])
     usual = f"without it {default}. " if default else ""
-    yield DraftSetting("qos", None, f"{usual}You may use {'; '.join(texts)}", allowed[-1])
+    yield DraftSetting("qos", None, f"{usual}You may use {'; '.join(texts)}", example)
 
 
 def _draft_gpus(facts: ClusterFacts, chosen: Partition | None) -> Iterator[DraftSetting]:
-    counts = chosen.sum_gpus() if chosen else {}
+    counts = chosen.count_all_gpus() if chosen else {}
     if not counts or chosen is None:
         yield DraftSetting(
             "gpus_per_node", None, "Slurm shows no GPUs that you may use (gres)", "1"
@@ -180,7 +193,7 @@ def _draft_gpus(facts: ClusterFacts, chosen: Partition | None) -> Iterator[Draft
 def _draft_time(facts: ClusterFacts, chosen: Partition | None) -> DraftSetting:
     limits = {
         **({f"partition {chosen.name}": chosen.max_time_s} if chosen else {}),
-        **{f"account {a.account}": a.max_time_s for a in facts.associations},
+        **{f"account {a.account}": a.max_time_s for a in _list_own_associations(facts)},
     }
     least = min(((s, name) for name, s in limits.items() if s), default=None)
     seconds = min(_USUAL_TIME_S, least[0]) if least else _USUAL_TIME_S
@@ -194,7 +207,7 @@ def _draft_time(facts: ClusterFacts, chosen: Partition | None) -> DraftSetting:
 
 
 def _draft_max_parallel(facts: ClusterFacts) -> Iterator[DraftSetting]:
-    limits = [a.max_jobs for a in facts.associations if a.max_jobs]
+    limits = [a.max_jobs for a in _list_own_associations(facts) if a.max_jobs]
     if limits:
         yield DraftSetting(
             "max_parallel", min(limits), "runs of an array at once: you may run no more jobs"

@@ -40,7 +40,7 @@ limit=; if command -v timeout > /dev/null; then limit='timeout 30'; fi
 section() { # NAME COMMAND…
   printf 'MARK%s\n' "$1"; shift
   $limit "$@" < /dev/null 2>&1
-  printf '\nMARK=%s\n' "$?"
+  code=$?; printf '\nMARK=%s\n' "$code"
 }
 """.replace("MARK", _OCTAL_MARK)
 
@@ -49,12 +49,14 @@ section time date +%Y-%m-%dT%H:%M:%S
 section user id -un
 section groups id -Gn
 section hostname hostname
-section version sbatch --version
-section config sh -c 'scontrol show config | grep -E "^(ClusterName|SelectType) "'
-section nodes sh -c 'nodes=$(scontrol -o -d show node 2>&1) || { echo "$nodes"; exit 1; }
+section sbatch sh -c 'command -v sbatch'
+section nodes sh -c 'nodes=$(scontrol -o -d show node) || exit 1
   printf "%s\n" "$nodes" | awk "{ for (i = 1; i <= NF; i++) if (\$i ~ \
     /^(NodeName|CPUAlloc|CPUTot|Gres|GresUsed|RealMemory|AllocMem|State|Partitions)=/) \
     printf \"%s \", \$i; print \"\" }"'
+test "$code" = 0 || exit 0  # each further question would wait as long for no answer
+section config sh -c 'scontrol show config | grep -E "^(ClusterName|SelectType) "'
+section version sbatch --version
 section partitions scontrol -o show partition
 section waiting sh -c 'squeue -h -t PENDING -o "%P|%r" | sort | uniq -c'
 section accounts sacctmgr -n -P show assoc user="$(id -un)" \
