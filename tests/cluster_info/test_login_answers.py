@@ -54,6 +54,10 @@ State=IDLE* Partitions=cpu,all
 NodeName=c2 CPUAlloc=0 CPUTot=32 Gres=(null) GresUsed=gpu:0 RealMemory=64000 AllocMem=0 \
 State=IDLE Partitions=cpu,all
 """
+TWO_KINDS = """\
+NodeName=g1 CPUAlloc=8 CPUTot=64 Gres=gpu:a100:4 GresUsed=gpu:a100:4 State=MIXED Partitions=gpu
+NodeName=g2 CPUAlloc=0 CPUTot=64 Gres=gpu:h100:4 GresUsed=gpu:h100:0 State=IDLE Partitions=all
+"""
 PARTITIONS = """\
 PartitionName=cpu AllowGroups=ALL AllowAccounts=ALL AllowQos=ALL Default=YES DefaultTime=01:00:00 \
 MaxNodes=UNLIMITED MaxTime=2-00:00:00 Nodes=c[1-2] RootOnly=NO State=UP
@@ -250,6 +254,13 @@ def test_the_changes_that_are_tried_are_few_and_possible() -> None:
     cpu = compose(["launch=slurm", "launch.time=3-00:00:00", "launch.partition=all"])
     assert ("launch.partition=cpu", "launch.time=2-00:00:00") in [
         change.settings for change in list_changes(facts_of(), cpu)
+    ]
+    # A partition may have GPUs of another type alone.
+    other = SECTIONS["partitions"].text.replace("AllowGroups=staff", "AllowGroups=ALL")
+    two_kinds = facts_of(partitions=Section(other, 0), nodes=Section(TWO_KINDS, 0))
+    a100 = compose(["launch=slurm", "launch.gpus_per_node=a100:2", "launch.partition=gpu"])
+    assert [c.settings for c in list_changes(two_kinds, a100)][1:] == [
+        ("launch.partition=all", "launch.gpus_per_node=h100:2"),
     ]
     typed = compose(["launch=slurm", "launch.gpus_per_node=a100:2", "launch.partition=gpu"])
     assert ("launch.gpus_per_node=v100:2",) in [c.settings for c in list_changes(facts_of(), typed)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -12,12 +12,11 @@ from echelon.cluster_info.cluster_facts import (
     ClusterFacts,
     Partition,
     format_time_limit,
-    parse_time_limit,
 )
 from echelon.cluster_info.login_probe import NO_SECTION, LoginNode, Section, build_tests_alone
 from echelon.config.scalar_types import format_value
 from echelon.config.schema import Config, LaunchConfig
-from echelon.config.validate import find_faults
+from echelon.config.validate import find_faults, parse_sbatch_time
 from echelon.launch.slurm.batch_script import count_processes_per_node, make_sbatch_options
 
 MAX_CHANGES = 6
@@ -127,10 +126,12 @@ def _iter_settings(facts: ClusterFacts, launch: LaunchConfig) -> Iterator[dict[s
         yield {"time": format_time_limit(shorter_s)}
     # 2. Another type of GPU that is free, in the same partition.
     yield from ({"gpus_per_node": kind} for kind in _list_gpu_requests(launch, own))
-    # 3. Another partition with enough such nodes.
-    for partition in _list_other_partitions(facts, launch, own):
+    # 3. Another partition with enough such nodes, perhaps with another type of GPU.
+    for partition, gpus in _list_other_partitions(facts, launch, own):
         settings: dict[str, Any] = {"partition": partition.name}
-        limit_s, asked_s = partition.max_time_s, parse_launch_time(launch.time or "")
+        if gpus != launch.gpus_per_node:
+            settings["gpus_per_node"] = gpus
+        limit_s, asked_s = partition.max_time_s, parse_sbatch_time(launch.time or "")
         if limit_s is not None and (asked_s is None or asked_s > limit_s):
             settings["time"] = format_time_limit(limit_s)
         yield settings
@@ -143,11 +144,6 @@ def _iter_settings(facts: ClusterFacts, launch: LaunchConfig) -> Iterator[dict[s
         yield {"exclusive": False}
 
 
-def parse_launch_time(text: str) -> int | None:
-    """Return the seconds of `launch.time`, which may be minutes alone."""
-    return int(text) * 60 if text.isdecimal() else parse_time_limit(text)
-
-
 def _list_own_partitions(facts: ClusterFacts, launch: LaunchConfig) -> list[Partition]:
     """Return the partitions that the job asks for."""
     if launch.partition is None:
@@ -157,7 +153,7 @@ def _list_own_partitions(facts: ClusterFacts, launch: LaunchConfig) -> list[Part
 
 def _halve_time(launch: LaunchConfig, own: Sequence[Partition]) -> int | None:
     """Return half of the job's time; of a job without a limit, an hour."""
-    asked_s = parse_launch_time(launch.time or "")
+    asked_s = parse_sbatch_time(launch.time or "")
     if asked_s is None:
         usual = [p.default_time_s or p.max_time_s for p in own]
         asked_s = usual[0] if usual and usual[0] else 7200
@@ -166,45 +162,49 @@ def _halve_time(launch: LaunchConfig, own: Sequence[Partition]) -> int | None:
 
 def _list_gpu_requests(launch: LaunchConfig, own: Sequence[Partition]) -> list[str]:
     """Return requests for as many GPUs of other types, those with the most free ones first."""
-    if launch.gpu_type is None:  # any type is taken already
-        return []
-    wanted = launch.nodes + launch.spares
     free: dict[str, int] = {}
     for partition in own:
-        for kind in {kind for node in partition.usable_nodes for kind in node.gpus_total}:
-            nodes = partition.usable_nodes
-            fit = [node for node in nodes if node.gpus_total.get(kind, 0) >= launch.gpu_count]
-            if kind not in ("", launch.gpu_type) and len(fit) >= wanted:
-                free[kind] = sum(node.gpus_free[kind] for node in fit)
+        for kind, nodes in _count_free_by_type(launch, partition).items():
+            if kind != launch.gpu_type:
+                free[kind] = max(nodes, free.get(kind, 0))
     best = sorted(free, key=lambda kind: (-free[kind], kind))[:_MAX_GPU_TYPES]
     return [f"{kind}:{launch.gpu_count}" for kind in best]
 
 
+def _count_free_by_type(launch: LaunchConfig, partition: Partition) -> dict[str, int]:
+    """Return the types of GPUs of which enough nodes have enough, and on how many nodes these are
+    free now. It is empty for a job that takes any type."""
+    if launch.gpu_type is None:
+        return {}
+    count, wanted = launch.gpu_count, launch.nodes + launch.spares
+    nodes = partition.usable_nodes
+    kinds = {kind for node in nodes for kind in node.gpus_total if kind}
+    return {
+        kind: sum(node.gpus_free.get(kind, 0) >= count for node in nodes)
+        for kind in sorted(kinds)
+        if sum(node.gpus_total.get(kind, 0) >= count for node in nodes) >= wanted
+    }
+
+
 def _list_other_partitions(
     facts: ClusterFacts, launch: LaunchConfig, own: Sequence[Partition]
-) -> list[Partition]:
-    """Return partitions that the user may use and that have such nodes, those with the most free
-    ones first."""
+) -> list[tuple[Partition, int | str | None]]:
+    """Return partitions that the user may use and that have such nodes, each with the GPUs to ask
+    for there, those with the most free nodes first."""
     wanted = launch.nodes + launch.spares
-
-    others = [
-        p
-        for p in facts.partitions
-        if p not in own
-        and not p.obstacle
-        and sum(_fits(launch, node.gpus_total) for node in p.usable_nodes) >= wanted
-        and (p.max_nodes is None or p.max_nodes >= wanted)
-    ]
-
-    def count_free(partition: Partition) -> int:
-        nodes = (node for node in partition.usable_nodes if node.cpus_free)
-        return sum(_fits(launch, node.gpus_free) for node in nodes)
-
-    return sorted(others, key=count_free, reverse=True)[:_MAX_PARTITIONS]
-
-
-def _fits(launch: LaunchConfig, gpus: Mapping[str, int]) -> bool:
-    """Return whether a node with these GPUs has what the job asks for on each."""
-    if launch.gpu_type:
-        return gpus.get(launch.gpu_type, 0) >= launch.gpu_count
-    return sum(gpus.values()) >= launch.gpu_count
+    found: list[tuple[int, Partition, int | str | None]] = []
+    for partition in facts.partitions:
+        is_too_small = partition.max_nodes is not None and partition.max_nodes < wanted
+        if partition in own or partition.obstacle or is_too_small:
+            continue
+        nodes, free = partition.usable_nodes, _count_free_by_type(launch, partition)
+        if launch.gpu_type and free:
+            kind = launch.gpu_type if launch.gpu_type in free else max(free, key=lambda k: free[k])
+            found.append((free[kind], partition, f"{kind}:{launch.gpu_count}"))
+        elif not launch.gpu_type:
+            fit = [n for n in nodes if sum(n.gpus_total.values()) >= launch.gpu_count]
+            now = [n for n in fit if n.cpus_free and sum(n.gpus_free.values()) >= launch.gpu_count]
+            if len(fit) >= wanted:
+                found.append((len(now), partition, launch.gpus_per_node))
+    best = sorted(found, key=lambda each: -each[0])[:_MAX_PARTITIONS]
+    return [(partition, gpus) for _, partition, gpus in best]
