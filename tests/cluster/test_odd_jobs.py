@@ -111,7 +111,7 @@ def test_a_run_waits_for_another_one(command_line: CommandLine, tmp_path: Path) 
     assert "what it waited for did not end well (launch.after)" in shown.out
 
     said = command_line.type(*RUN, "launch.after=bad", "--", "true")
-    assert said.code == ExitCode.NOT_FOUND
+    assert said.code == ExitCode.USAGE
     assert "run bad is failed" in said.err
     assert "launch.after=afterany:bad" in said.err
     by_job = command_line.type(*RUN, f"launch.after={after_bad}_7", "--", "true")

@@ -167,8 +167,8 @@ def test_no_slurm_and_a_silent_one_are_told_apart(
 
 
 def test_an_answer_is_found_behind_what_a_login_prints() -> None:
-    text = "Welcome!\n\x1euser\nada\n\n\x1e=0\n\x1enodes\n\n\x1e=124\n\x1ecut off"
-    assert parse_sections(text) == {"user": Section("ada", 0), "nodes": Section("", 124)}
+    text = "Welcome!\n\x1euser\nada\x1b[2J\n\n\x1e=0\n\x1enodes\n\n\x1e=124\n\x1ecut off"
+    assert parse_sections(text) == {"user": Section("ada\\u001b[2J", 0), "nodes": Section("", 124)}
 
 
 def test_time_limits() -> None:

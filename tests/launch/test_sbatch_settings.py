@@ -12,7 +12,7 @@ from echelon.config.compose import compose, recompose
 from echelon.config.defaults_files import load_defaults
 from echelon.config.multirun import expand_multirun
 from echelon.config.schema import Config, LaunchConfig
-from echelon.errors import EchelonError
+from echelon.errors import EchelonError, ExitCode
 from echelon.launch.plan import LaunchPlan, LocalMachine
 from echelon.launch.slurm.batch_script import (
     make_srun_allocation_options,
@@ -294,6 +294,7 @@ def test_what_would_never_start_is_refused_all_at_once(tmp_path: Path) -> None:
     with pytest.raises(EchelonError) as caught:
         resolve_dependency(composed(f"launch.after={words}", f"run.dir={tmp_path}"))
     broken, done, nowhere = caught.value.faults
+    assert caught.value.exit == ExitCode.NOT_FOUND
     assert broken.what.startswith("launch.after: run broken is failed (exit code 1")
     assert "would never start" in broken.what
     assert "`echelon resume broken`" in broken.do

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from echelon.config.schema import LaunchConfig
 from echelon.config.validate import is_safe_host
-from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.errors import EchelonError, ExitCode, Fault, escape_controls
 from echelon.hosts.ask import HostAnswer, ask_host, join_last_lines
 from echelon.hosts.message_protocol import MARK
 from echelon.hosts.ssh import (
@@ -190,14 +190,15 @@ def build_tests_alone(jobs: Sequence[str]) -> str:
 
 
 def parse_sections(text: str) -> dict[str, Section]:
-    """Return the sections in what the script printed; what a login printed before is left out."""
+    """Return the sections in what the script printed; what a login printed before is left out, and
+    no character remains by which a name could command a terminal."""
     sections: dict[str, Section] = {}
     name, start = "", ""
     for part in text.split(MARK)[1:]:
         head, _, body = part.partition("\n")
         if head.startswith("="):
             code = int(head[1:]) if head[1:].isdecimal() else 1
-            sections[name] = Section(start.strip("\n"), code)
+            sections[name] = Section(escape_controls(start, kept="\n\t").strip("\n"), code)
         else:
             name, start = head, body
     return sections

@@ -26,15 +26,16 @@ def resolve_dependency(config: Config) -> Config:
     if not config.launch.after:
         return config
     waited_for: list[str] = []
-    faults: list[Fault] = []
+    errors: list[EchelonError] = []
     for item in config.launch.after.split(","):
         kind, _, where = item.rpartition(":")
         try:
             waited_for += _find_jobs(kind or AFTER_TYPES[0], where, config.run.dir)
         except EchelonError as error:
-            faults += error.faults
-    if faults:
-        raise EchelonError(*faults, exit=ExitCode.NOT_FOUND)
+            errors.append(error)
+    if errors:
+        faults = (fault for error in errors for fault in error.faults)
+        raise EchelonError(*faults, exit=max(error.exit for error in errors))
     after = ",".join(dict.fromkeys(waited_for)) or None
     return replace(config, launch=replace(config.launch, after=after))
 
@@ -45,9 +46,9 @@ def _find_jobs(kind: str, where: str, root: str) -> list[str]:
         runs = find_runs(where, root)
     except EchelonError as error:
         if not where.partition("_")[0].isdecimal():
-            raise EchelonError(
-                Fault(f"launch.after={where}: {error.faults[0].what}", error.faults[0].do)
-            ) from None
+            what, do = error.faults[0]
+            fault = Fault(f"launch.after={where}: {what}", do)
+            raise EchelonError(fault, exit=error.exit) from None
         return _check_job(kind, where)
     return _check_runs(kind, where, runs)
 
@@ -100,7 +101,8 @@ def _check_job(kind: str, job: str) -> list[str]:
             Fault(
                 f"launch.after={job}: there is no such run, and Slurm knows no job {job}",
                 "Slurm soon forgets jobs that are over; then leave launch.after out",
-            )
+            ),
+            exit=ExitCode.NOT_FOUND,
         )
     states = sorted({state.state for state in tasks})
     is_well = all(state in _ENDED_WELL for state in states)
