@@ -40,6 +40,19 @@ def resolve_dependency(config: Config) -> Config:
     return replace(config, launch=replace(config.launch, after=after))
 
 
+def resolve_dependencies(configs: Sequence[Config]) -> list[Config]:
+    """Return the configurations of runs that are submitted together; those that wait for the same
+    are resolved once."""
+    resolved: dict[str | None, str | None] = {}
+    for config in configs:
+        if config.launch.after not in resolved:
+            resolved[config.launch.after] = resolve_dependency(config).launch.after
+    return [
+        replace(config, launch=replace(config.launch, after=resolved[config.launch.after]))
+        for config in configs
+    ]
+
+
 def _find_jobs(kind: str, where: str, root: str) -> list[str]:
     """Return the dependencies, each `TYPE:JOB`, on what a person calls by a name or a number."""
     try:

@@ -33,7 +33,7 @@ from echelon.launch.plan import (
     place_ranks,
 )
 from echelon.launch.slurm import batch_script, requeue
-from echelon.launch.slurm.dependency import resolve_dependency
+from echelon.launch.slurm.dependency import resolve_dependencies, resolve_dependency
 from echelon.launch.slurm.job_array import submit_arrays
 from echelon.launch.slurm.sbatch import (
     queue_run,
@@ -121,13 +121,7 @@ class SlurmLauncher(Launcher):
     ) -> int:
         """Submit all runs as one job array, or as few arrays as the limits of the cluster allow."""
         read_launch_secrets(configs[0], dry_run)
-        first = resolve_dependency(configs[0])
-        if first.launch != configs[0].launch:  # all are alike, which submit_arrays checks
-            configs = [
-                replace(c, launch=first.launch) if c.launch == configs[0].launch else c
-                for c in configs
-            ]
-        return submit_arrays(configs, dry_run)
+        return submit_arrays(resolve_dependencies(configs), dry_run)
 
     def read_node_rank(self, env: Mapping[str, str]) -> int:
         """Return the number of the node in the step that srun made of this process."""
