@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -482,3 +484,36 @@ def test_a_file_that_exists_is_only_replaced_when_asked_to(
     capfd.readouterr()
     assert type_words("--file", "/proc/none/echelon.yaml") == ExitCode.USAGE
     assert "cannot be written" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_at_a_terminal_it_asks(login: list[str], tmp_path: Path, answer: str) -> None:
+    file = tmp_path / "echelon.yaml"
+    file.write_text("launch: {partition: mine}\n")
+    command = [sys.executable, "-m", "echelon", *login, "--file", str(file)]
+    ours, theirs = pty.openpty()
+    started = subprocess.Popen(command, stdin=theirs, stderr=theirs, stdout=subprocess.DEVNULL)
+    os.close(theirs)
+    said = b""
+    while not said.endswith(b"[y/N] "):
+        said += os.read(ours, 1000)
+    os.write(ours, f"{answer}\n".encode())
+    assert started.wait(60) == (ExitCode.OK if answer == "y" else ExitCode.USAGE)
+    os.close(ours)
+    assert b"-launch: {partition: mine}" in said
+    assert ("mine" in file.read_text()) is (answer == "n")
+
+
+def test_defaults_of_files_count_and_are_named(
+    login: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "echelon.yaml").write_text("launch: {partition: gpu, nodes: 4}\n")
+    words = ["cluster", *login[2:], "launch.nodes=2"]
+    assert run_and_report_faults(lambda: run_command(words)) == ExitCode.OK
+    said = capfd.readouterr().out
+    assert "a job with launch.nodes=2, and launch.partition=gpu of echelon.yaml, cannot" in said

@@ -29,6 +29,8 @@ class JobEstimate(NamedTuple):
     estimate: StartEstimate
     sooner: Sequence[SoonerStart]
     tried: int
+    defaults: Sequence[str] = ()
+    """What echelon.yaml files add to them."""
 
 
 def render_free(facts: ClusterFacts, job: JobEstimate | None, width: int) -> Iterator[Text]:
@@ -98,6 +100,8 @@ def _list_remarks(facts: ClusterFacts) -> Iterator[str]:
 def _describe_job(facts: ClusterFacts, job: JobEstimate) -> Iterator[str]:
     """The sentences about a job and its alternatives."""
     words = " ".join(job.settings)
+    if job.defaults:
+        words += f", and {' '.join(job.defaults)} of echelon.yaml,"
     estimate = job.estimate
     if estimate.start is None:
         yield f"a job with {words} cannot start: {estimate.reason}"
@@ -144,6 +148,7 @@ def describe_free(facts: ClusterFacts, job: JobEstimate | None) -> dict[str, Any
     if job is not None:
         found["job"] = {
             "settings": list(job.settings),
+            "defaults": list(job.defaults),
             **_describe_estimate(job.estimate, facts.now),
             "tried": job.tried,
             "sooner": [

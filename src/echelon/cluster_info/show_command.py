@@ -16,9 +16,15 @@ from echelon.views.terminal import create_console
 
 
 def show_cluster(
-    node: LoginNode, config: Config | None, settings: Sequence[str], as_json: bool
+    node: LoginNode,
+    config: Config | None,
+    settings: Sequence[str],
+    defaults: Sequence[str],
+    as_json: bool,
 ) -> int:
     """Print what is free, and about a job with this configuration; returns the exit code.
+
+    `settings` were typed, `defaults` are what files add to them.
 
     The login node is asked once, and a second time only where the job would have to wait.
     """
@@ -29,7 +35,7 @@ def show_cluster(
     if config is not None:
         estimate = read_estimate(sections.get("job 0", NO_SECTION))
         sooner, tried = try_changes(node, facts, config, estimate)
-        job = JobEstimate(settings, estimate, sooner, tried)
+        job = JobEstimate(settings, estimate, sooner, tried, defaults)
     if as_json:
         print(json.dumps(describe_free(facts, job), indent=2))
         return ExitCode.OK

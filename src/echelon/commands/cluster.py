@@ -30,8 +30,8 @@ are also those that are drained, reserved or in maintenance.
 
 --json prints {version: 1, host, cluster, slurm, user, time, partitions: [{name, default, usable,
 obstacle, max_time_s, nodes: {total, idle, mixed, full, down}, cpus: {free, total}, memory_mb,
-gpus: [{type, free, total}], waiting}], job: {settings, start, wait_s, nodes, partition, reason,
-tried, sooner: [{settings, start, wait_s, …}]}}.
+gpus: [{type, free, total}], waiting}], job: {settings, defaults, start, wait_s, nodes, partition,
+reason, tried, sooner: [{settings, start, wait_s, …}]}}.
 
 exit codes: 3 there is no Slurm, or it does not answer; 8 the host cannot be reached""",
     )
@@ -53,13 +53,17 @@ exit codes: 3 there is no Slurm, or it does not answer; 8 the host cannot be rea
     from echelon.cluster_info.show_command import show_cluster
 
     node = make_login_node(hosts[0] if hosts else None, given.ssh)
-    config = None
+    config, from_files = None, []
     if settings:
         from echelon.config.compose import compose
         from echelon.entrypoint import load_project_defaults
 
-        config = compose(["launch=slurm", *settings], defaults=load_project_defaults())
-    return show_cluster(node, config, settings, given.json)
+        defaults = load_project_defaults()
+        config = compose(["launch=slurm", *settings], defaults=defaults)
+        chosen = {word.partition("=")[0] for word in settings}
+        found = defaults.select_for_launcher("slurm").items()
+        from_files = [f"{key}={default.value}" for key, default in found if key not in chosen]
+    return show_cluster(node, config, settings, from_files, given.json)
 
 
 def _list_settings() -> list[str]:
