@@ -51,6 +51,7 @@ LEVELS = {
     "preflight": 8,
     "sweep": 8,
     "board": 8,
+    "cluster_info": 8,
     "submission": 8,
     "login": 8,
     "ssh_setup": 9,

@@ -22,7 +22,10 @@ STAYS = f"sleep 1739.{os.getpid()}"
 def test_slurm_sees_three_nodes_with_their_gpus(cluster: TestCluster) -> None:
     lines = cluster.slurm("sinfo", "-h", "-N", "-p", "main", "-o", "%N %c %G %t").splitlines()
     facts = [line.rsplit(" ", 1) for line in lines]
-    assert [node for node, _ in facts] == [f"{node} 4 gpu:4" for node in cluster.nodes]
+    kinds = ("l40s", "a100", "a100")
+    assert [node for node, _ in facts] == [
+        f"{node} 4 gpu:{kind}:4" for node, kind in zip(cluster.nodes, kinds, strict=True)
+    ]
     assert {state for _, state in facts} <= {"idle", "mix", "alloc", "comp"}
 
 

@@ -32,6 +32,7 @@ from echelon.config.given_values import (
     iter_leaves,
 )
 from echelon.config.hydra_files import BUNDLED_CONF_DIR, compose_groups
+from echelon.config.plain_words import quote_plain_word
 from echelon.config.scalar_types import SettingPath, format_value
 from echelon.config.schema import Config
 from echelon.config.settings_classes import read_settings_class
@@ -39,8 +40,6 @@ from echelon.config.validate import find_faults
 from echelon.errors import EchelonError, Fault, suggest_nearest
 
 GROUPS = ("experiment", "launch", "trainer", "track")
-_GRAMMAR_CHARACTERS = set("[]{}(),'\"\\=$")
-"""What makes a value more than a plain word in Hydra's grammar."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +111,7 @@ def recompose(
     given.set_value(("run",), {"name": name, "dir": str(folder)})
     for key in ("rank", "world_size", "master", "program"):
         given.remove(key)
+    given.remove("launch", "after")  # it was of the job that was queued then
     parsed = list(_parse_overrides(overrides, faults))
     groups = _select_group_overrides(parsed, [BUNDLED_CONF_DIR], faults)
     if groups.pop("experiment", None):
@@ -244,7 +244,7 @@ def _parse_overrides(overrides: Sequence[str], faults: list[Fault]) -> Iterator[
     parser = OverridesParser.create()
     for text in overrides:
         try:
-            override = _parse_override(parser, text)
+            override = parser.parse_override(quote_plain_word(text))
         except HydraException as error:
             faults.append(_make_syntax_fault(text, str(error).splitlines()[0]))
             continue
@@ -266,15 +266,6 @@ def _parse_overrides(overrides: Sequence[str], faults: list[Fault]) -> Iterator[
             )
         else:
             yield override
-
-
-def _parse_override(parser: OverridesParser, text: str) -> Override:
-    """Parse one override. Hydra's grammar has ASCII letters alone outside of quotes, so a plain
-    word with others, such as a path, is quoted for the user."""
-    key, _, value = text.partition("=")
-    if not value.isascii() and not _GRAMMAR_CHARACTERS & set(value):
-        text = f"{key}='{value}'"
-    return parser.parse_override(text)
 
 
 def _make_syntax_fault(text: str, reason: str) -> Fault:

@@ -87,9 +87,14 @@ def load_defaults(env: Mapping[str, str], folders: Sequence[Path]) -> FileDefaul
 
 def find_files(env: Mapping[str, str], folders: Sequence[Path]) -> list[Path]:
     """Return the files that exist, the one of highest precedence last."""
-    home = env.get("XDG_CONFIG_HOME") or os.path.join(env.get("HOME", "~"), ".config")
-    candidates = [Path(home) / "echelon" / FILE_NAME, *(folder / FILE_NAME for folder in folders)]
+    candidates = [folder / FILE_NAME for folder in (find_user_folder(env), *folders)]
     return list(dict.fromkeys(path.absolute() for path in candidates if path.is_file()))
+
+
+def find_user_folder(env: Mapping[str, str]) -> Path:
+    """Return the folder of the user's own file."""
+    home = env.get("XDG_CONFIG_HOME") or os.path.join(env.get("HOME", "~"), ".config")
+    return Path(home) / "echelon"
 
 
 def _read_file(file: Path, faults: list[Fault]) -> Iterator[tuple[str, DefaultValue]]:
@@ -165,7 +170,7 @@ def _parse_value(key: str, node: Any) -> Any:
     if isinstance(node, yaml.SequenceNode):
         return [str(item.value) for item in node.value]
     hint = str(typing.get_type_hints(LaunchConfig).get(key.removeprefix("launch."), str))
-    is_text = "str" in hint and "list" not in hint
+    is_text = "str" in hint and "list" not in hint and "int" not in hint
     if is_text and node.tag != "tag:yaml.org,2002:null":
         return str(node.value)
     loader = yaml.SafeLoader("")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from echelon.config.plain_words import quote_plain_word
 from echelon.errors import EchelonError, Fault
 
 
@@ -32,7 +33,7 @@ def expand_multirun(overrides: Sequence[str]) -> list[list[str]]:
 def _expand_override(word: str) -> list[str]:
     """Return one override for each value that a sweep such as `lr=0.1,0.2` lists."""
     try:
-        override = OverridesParser.create().parse_override(word)
+        override = OverridesParser.create().parse_override(quote_plain_word(word))
     except HydraException:
         return [word]
     if not override.is_sweep_override():

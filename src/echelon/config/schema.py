@@ -18,6 +18,7 @@ PROGRESS_STYLES = ("auto", "bar", "lines", "none")
 LAUNCHERS = ("inline", "local", "env", "ssh", "slurm")
 MODES = ("torchrun", "srun", "lightning", "plain", "wandb")
 GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres")
+AFTER_TYPES = ("afterok", "afterany", "afternotok")
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
 CAPTURE_MODES = ("auto", "always", "never")
 BAD_SAMPLE_CHOICES = ("raise", "skip")
@@ -103,18 +104,35 @@ class LaunchConfig:
     CUDA."""
     nodes: int = 1
     """slurm: the number of nodes."""
-    gpus_per_node: int | None = None
-    """slurm: GPUs to request on each node; one process each, or one per replica.devices of them,
-    unless launch.procs is set."""
+    gpus_per_node: int | str | None = None
+    """slurm: GPUs to request on each node, as 4, or with their type as a100:4; one process each, or
+    one per replica.devices of them, unless launch.procs is set."""
     gpu_request: str = "gpus-per-node"
     """slurm: the sbatch option by which this cluster takes GPU requests: gpus-per-node,
     gpus-per-task or gres."""
     cpus_per_node: int | None = None
     """slurm: CPUs to request on each node."""
+    exclusive: bool = False
+    """slurm: no other job runs on the nodes. Of GPUs the job still gets those that it asks for."""
     partition: str | None = None
-    """slurm: the partition; default: the cluster's own."""
+    """slurm: the partition; default: the cluster's own. Of several, as in a,b, the job runs in the
+    one where it can start first."""
+    constraint: str | None = None
+    """slurm: features that the nodes must have, as `a100`, `'a100&ib'` or `'a100|h100'`."""
+    reservation: str | None = None
+    """slurm: the reservation to run in."""
+    licenses: str | None = None
+    """slurm: licences that the job takes, as matlab or matlab:2,fluent."""
     account: str | None = None
     """slurm: the account to charge."""
+    qos: str | None = None
+    """slurm: the quality of service; default: that of the account."""
+    after: str | None = None
+    """slurm: start when this run has finished: its name, its folder or a job id; of several, as in
+    a,b, all of them. afterany:RUN starts however it has ended, afternotok:RUN if it has failed."""
+    deadline: str | None = None
+    """slurm: do not start a job that cannot end before this time, as '2026-01-31T12:00' or
+    now+2days. What still runs then is ended."""
     time: str | None = None
     """slurm: time limit of one job, e.g. '4:00:00'; a run continues over as many jobs as it needs.
     """
@@ -145,6 +163,17 @@ class LaunchConfig:
     """run: append this flag with the number of nodes to the program, e.g. --num_nodes."""
     gpus_flag: str | None = None
     """run: append this flag with the GPUs per node to the program, e.g. --gpus."""
+
+    @property
+    def gpu_count(self) -> int:
+        """How many GPUs `gpus_per_node` asks for on each node, whatever their type."""
+        count = str(self.gpus_per_node or 0).rpartition(":")[2]
+        return int(count) if count.removeprefix("-").isdecimal() else 0
+
+    @property
+    def gpu_type(self) -> str | None:
+        """The type of GPU that `gpus_per_node` asks for, as Slurm calls it; None for any."""
+        return str(self.gpus_per_node or "").rpartition(":")[0] or None
 
 
 @dataclass(frozen=True)

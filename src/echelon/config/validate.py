@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from echelon.config import bundled_experiments
 from echelon.config.schema import (
+    AFTER_TYPES,
     BAD_SAMPLE_CHOICES,
     BEST_DIRECTIONS,
     CAPTURE_MODES,
@@ -169,7 +170,7 @@ def _check_ranges(config: Config) -> Iterator[Fault]:
         "launch.silence_s": (launch.silence_s, 5),
         "launch.slow_s": (launch.slow_s, 0),
         "launch.nodes": (launch.nodes, 1),
-        "launch.gpus_per_node": (launch.gpus_per_node, 1),
+        "launch.gpus_per_node": (_get_plain_count(launch), 1),
         "launch.cpus_per_node": (launch.cpus_per_node, 1),
         "launch.signal_lead_s": (launch.signal_lead_s, 1),
         "launch.max_requeues": (launch.max_requeues, 0),
@@ -362,8 +363,8 @@ def _check_replica(config: Config) -> Iterator[Fault]:
             f"trainer.capture=always needs one device per process, but replica.devices={devices}",
             "leave one of the two out",
         )
-    if launch.gpus_per_node:
-        yield from _check_replicas_per_node(launch.gpus_per_node, devices, launch.procs)
+    if launch.gpu_count > 0:
+        yield from _check_replicas_per_node(launch.gpu_count, devices, launch.procs)
 
 
 def _check_replicas_per_node(
@@ -394,6 +395,7 @@ LAUNCHER_ONLY_KEYS = {
     "ssh": ("hosts", "hostfile", "carry"),
     "slurm": (
         *("nodes", "gpus_per_node", "cpus_per_node", "partition", "account", "time"),
+        *("exclusive", "constraint", "reservation", "licenses", "qos", "after", "deadline"),
         *("sbatch", "setup", "max_parallel", "login", "remote_dir", "python"),
     ),
 }
@@ -513,17 +515,52 @@ def is_safe_host(host: str) -> bool:
     return bool(re.fullmatch(r"([A-Za-z0-9._-]+@)?[A-Za-z0-9\[:][A-Za-z0-9._:\]-]*", host))
 
 
+_SBATCH_CHARACTERS = {
+    **dict.fromkeys(("partition", "account", "time", "qos", "reservation"), "_.,:@+-"),
+    "constraint": "_.,:@+-&|*()[]",
+    "licenses": "_.,:@+-|()/",
+    "deadline": "_.,:@+-/",
+    "after": "_.,:@+-/~",
+}
+"""What the values of options of sbatch may contain beside letters and digits: what Slurm gives a
+meaning, and nothing by which a line of the script could end."""
+_OWN_SBATCH_OPTIONS = {
+    **{"exclusive": "--exclusive", "constraint": "--constraint", "reservation": "--reservation"},
+    **{"licenses": "--licenses", "qos": "--qos", "after": "--dependency", "deadline": "--deadline"},
+}
+"""Options that have a setting of their own."""
+_GPU_REQUEST = re.compile(r"([A-Za-z0-9_.+-]*[A-Za-z][A-Za-z0-9_.+-]*:)?[1-9][0-9]*")
+
+
+def _get_plain_count(launch: LaunchConfig) -> int | None:
+    """Return the number of GPUs where it is given without a type."""
+    return launch.gpus_per_node if isinstance(launch.gpus_per_node, int) else None
+
+
 def _check_sbatch(launch: LaunchConfig) -> Iterator[Fault]:
     """Yield faults of what goes into a batch script."""
-    one_word = re.compile(r"[A-Za-z0-9_.,:@+-]+")
-    for key in ("partition", "account", "time"):
+    for key, others in _SBATCH_CHARACTERS.items():
         value = getattr(launch, key)
-        if value is not None and not one_word.fullmatch(value):
+        if value is not None and not re.fullmatch(f"[A-Za-z0-9{re.escape(others)}]+", value):
             yield Fault(
                 f"launch.{key}={value!r} is not safe as one word in a batch script",
-                "use letters, digits and _ . , : @ + - only",
+                f"use letters, digits and {' '.join(others)} only",
             )
-    limit_s = _parse_sbatch_time(launch.time or "")
+    gpus = launch.gpus_per_node
+    if isinstance(gpus, str) and not _GPU_REQUEST.fullmatch(gpus):
+        yield Fault(
+            f"launch.gpus_per_node={gpus!r} is not a number of GPUs",
+            "write 4, or with their type a100:4; `echelon cluster` lists the types",
+        )
+    yield from _check_after(launch)
+    for key, option in _OWN_SBATCH_OPTIONS.items():
+        given = [line for line in launch.sbatch if re.split("[= ]", line)[0] == option]
+        if given and getattr(launch, key):
+            yield Fault(
+                f"launch.{key}={getattr(launch, key)}, but launch.sbatch has {given[0]} too",
+                "leave one of the two out",
+            )
+    limit_s = parse_sbatch_time(launch.time or "")
     early_s = launch.signal_lead_s + _SLURM_SIGNAL_JITTER_S
     if limit_s is not None and limit_s <= early_s:
         yield Fault(
@@ -541,6 +578,17 @@ def _check_sbatch(launch: LaunchConfig) -> Iterator[Fault]:
         if "\n" in line:
             yield Fault(
                 f"launch.setup: {line!r} is more than one line", "give each line its own item"
+            )
+
+
+def _check_after(launch: LaunchConfig) -> Iterator[Fault]:
+    """Yield faults of how `launch.after` is written. Which jobs it means is found out later."""
+    for item in (launch.after or "").split(",") if launch.after is not None else ():
+        kind, colon, run = item.rpartition(":")
+        if not run or (colon and kind not in AFTER_TYPES):
+            yield Fault(
+                f"launch.after={launch.after!r} is not a run to wait for",
+                f"write RUN, or TYPE:RUN with one of {', '.join(AFTER_TYPES)}",
             )
 
 
@@ -580,7 +628,7 @@ _SLURM_SIGNAL_JITTER_S = 60
 """Slurm may send the signal so much earlier: see --signal in sbatch(1)."""
 
 
-def _parse_sbatch_time(time: str) -> int | None:
+def parse_sbatch_time(time: str) -> int | None:
     """Return the seconds of M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None for anything else."""
     days, dash, rest = time.rpartition("-")
     parts = rest.split(":")

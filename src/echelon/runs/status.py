@@ -247,7 +247,7 @@ def _derive_from_job(facts: FolderFacts, answer: SlurmQueueAnswer) -> tuple[str,
     if facts.recorded_state == "finished":
         return "finished", ""
     if facts.is_cancelled or (job is not None and job.state == "CANCELLED"):
-        return "cancelled", ""
+        return "cancelled", _CANCEL_NOTES.get(job.reason, "") if job is not None else ""
     recorded = _derive_from_folder(facts)
     ending = _SLURM_ENDINGS.get(job.state) if job is not None else None
     gone = f"job {facts.job} left the queue before its script came to its end"
@@ -274,6 +274,12 @@ _SLURM_ENDINGS = {
     "FAILED": ("failed", "its batch script was killed"),
 }
 """Of jobs that recorded no end of their own."""
+
+
+_CANCEL_NOTES = {
+    "DependencyNeverSatisfied": "by Slurm: what it waited for did not end well (launch.after)"
+}
+"""Why Slurm itself has cancelled a job, by the reason that its queue shows."""
 
 
 def _derive_from_process(facts: FolderFacts) -> tuple[str, str]:

@@ -167,6 +167,8 @@ def enqueue_again(run: Run) -> QueuedJob:
     script, task = job_array.find_array_task(run) or (run.script_file, None)
     require_trusted_file(script, script.stat())
     options = [f"--job-name={run.name}", *([] if task is None else [f"--array={task}"])]
+    if config.launch.after:
+        options.append("--dependency=")  # it has been waited for, and Slurm may have forgotten it
     claim_run_folder(run)
     try:
         clear_last_end(run)

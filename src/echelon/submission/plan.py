@@ -20,6 +20,7 @@ from echelon.environments.cache import MARKER_NAME
 from echelon.errors import EchelonError, Fault
 from echelon.gpus import count_visible_gpus
 from echelon.launch.slurm import batch_script, job_array
+from echelon.launch.slurm.dependency import resolve_dependency
 from echelon.runs.create import generate_run_name
 from echelon.runs.find import find_numbered_runs
 from echelon.runs.run_folder import SUBMISSION_FILE, Run
@@ -208,7 +209,7 @@ def plan_submission(
     source = request.source or Path()
     file = request.configs or source / command_file.DEFAULT_FILE
     commands = request.commands or tuple(command_file.read_commands(file))
-    config = _compose_config(request, defaults, commands[0])
+    config = resolve_dependency(_compose_config(request, defaults, commands[0]))
     runs_folder = Path(config.run.dir).absolute()
     source_tree = survey_source(source, runs_folder, request.links, config.launch.secrets)
     visible_gpus = count_visible_gpus(env) if config.launch.kind == "local" else 0

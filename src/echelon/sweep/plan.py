@@ -12,6 +12,7 @@ from echelon.config.schema import Config
 from echelon.config.untrusted import check_values
 from echelon.config.validate import check_run_name
 from echelon.errors import EchelonError, Fault
+from echelon.launch.slurm.dependency import resolve_dependency
 from echelon.runs.metric_direction import guess_best_is
 from echelon.runs.run_folder import Run
 from echelon.sweep.sampling import count_combinations
@@ -114,7 +115,7 @@ def plan_sweep(
     launcher = first_config.launch.kind
     settings = replace(settings, metric=asdict(metric), launcher=launcher)
     _require_same_sweep(sweep, file, settings)
-    return SweepPlan(sweep, settings, first_config)
+    return SweepPlan(sweep, settings, resolve_dependency(first_config))
 
 
 def _find_override_faults(file: SweepFile, overrides: Sequence[str]) -> dict[str, Fault]:

@@ -88,15 +88,13 @@ def _require_plain_path(folder: Path) -> None:
 def count_processes_per_node(config: Config) -> int:
     """Return how many processes run on each node."""
     launch = config.launch
-    return launch.procs or get_default_process_count(
-        launch.gpus_per_node or 0, config.replica.devices
-    )
+    return launch.procs or get_default_process_count(launch.gpu_count, config.replica.devices)
 
 
 def _get_world_shape(config: Config) -> tuple[int, int]:
     """Nodes, and GPUs or processes on each, as programs get them by `launch.nodes_flag` and
     `gpus_flag`."""
-    return config.launch.nodes, config.launch.gpus_per_node or count_processes_per_node(config)
+    return config.launch.nodes, config.launch.gpu_count or count_processes_per_node(config)
 
 
 def _render_script(
@@ -232,6 +230,12 @@ def count_tasks_per_node(config: Config, procs: int) -> int:
     return procs if is_started_by_srun(config) and config.mode != "plain" else 1
 
 
+_WORD_OPTIONS = (
+    *("partition", "constraint", "reservation", "licenses", "account", "qos", "time", "deadline"),
+)
+"""Settings of one word that are the values of options of the same name."""
+
+
 def make_sbatch_options(config: Config, procs: int) -> Iterator[str]:
     """The options in the script's head."""
     launch = config.launch
@@ -242,11 +246,17 @@ def make_sbatch_options(config: Config, procs: int) -> Iterator[str]:
     yield f"--ntasks-per-node={tasks}"
     if cpus := _count_cpus_per_node(launch, procs):
         yield f"--cpus-per-task={max(1, cpus // tasks)}"
-    if launch.gpus_per_node:
+    if launch.gpu_count:
         yield _format_gpu_option(launch, tasks)
-    for key in ("partition", "account", "time"):
+    if launch.exclusive:
+        yield "--exclusive"
+    for key in _WORD_OPTIONS:
         if value := getattr(launch, key):
             yield f"--{key}={value}"
+    if launch.after:
+        yield f"--dependency={launch.after}"
+        # Else a job whose dependency has failed would wait for ever.
+        yield "--kill-on-invalid-dep=yes"
     if may_requeue(config):
         yield f"--signal={get_warning_signal(config)}@{launch.signal_lead_s}"
     yield "--requeue" if may_requeue(config) else "--no-requeue"
@@ -268,7 +278,10 @@ def survives_lost_nodes(config: Config) -> bool:
 
 def make_srun_allocation_options(config: Config) -> list[str]:
     """Return the options by which `srun` asks for the same nodes as the batch job would."""
-    of_a_job = ("--signal", "--requeue", "--no-requeue", "--open-mode", "--no-kill")
+    of_a_job = (
+        *("--signal", "--requeue", "--no-requeue", "--open-mode", "--no-kill"),
+        *("--dependency", "--kill-on-invalid-dep", "--deadline"),
+    )
     ours = (*of_a_job, "--nodes", "--ntasks-per-node", "--time")
     options = [
         o
@@ -280,16 +293,18 @@ def make_srun_allocation_options(config: Config) -> list[str]:
 
 def _count_cpus_per_node(launch: LaunchConfig, procs: int) -> int:
     """CPUs of a node: as set, else one per process. With GPUs the cluster's own rules decide."""
-    return launch.cpus_per_node or (0 if launch.gpus_per_node else procs)
+    return launch.cpus_per_node or (0 if launch.gpu_count else procs)
 
 
 def _format_gpu_option(launch: LaunchConfig, tasks: int) -> str:
     """Return the option that asks for GPUs in the way this cluster wants it
     (`launch.gpu_request`)."""
-    count = launch.gpus_per_node or 0
+    count = launch.gpu_count
+    typed = f"{launch.gpu_type}:" if launch.gpu_type else ""
     if launch.gpu_request == "gres":
-        return f"--gres=gpu:{count}"
-    return f"--{launch.gpu_request}={count // tasks if 'task' in launch.gpu_request else count}"
+        return f"--gres=gpu:{typed}{count}"
+    each = count // tasks if "task" in launch.gpu_request else count
+    return f"--{launch.gpu_request}={typed}{each}"
 
 
 def render_setup(launch: LaunchConfig, has_key: bool = True) -> list[str]:

@@ -13,6 +13,7 @@ from echelon.config.schema import Config
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.slurm import batch_script
 from echelon.launch.slurm.sbatch import record_queued, submit_job
+from echelon.launch.slurm.version import require_known_options
 from echelon.runs.create import create_run
 from echelon.runs.run_folder import Run
 from echelon.runs.writer import release_run_folder
@@ -41,6 +42,7 @@ def submit_arrays(configs: Sequence[Config], dry_run: bool) -> int:
         if dry_run:
             print(array.script)
             continue
+        require_known_options(array.script)
         job, created_runs = queue_array(array)
         first, last = created_runs[0], created_runs[-1]
         print(f"job {job}: {len(created_runs)} runs, {first.name} … {last.name}")

@@ -28,7 +28,9 @@ def render_joining_script(config: Config, run: Run, count: int, first_node: int)
     """Return its script. The key of the run is in none of its lines: agents read it from a file
     that is their owner's alone."""
     sbatch = _drop_node_names(config.launch.sbatch)
-    of_job = replace(config, launch=replace(config.launch, nodes=count, spares=0, sbatch=sbatch))
+    # The run trains already, so its job waits for no other one.
+    launch = replace(config.launch, nodes=count, spares=0, sbatch=sbatch, after=None)
+    of_job = replace(config, launch=launch)
     procs = batch_script.count_processes_per_node(config)
     options = [
         f"--job-name={_make_name(run)}",

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from echelon.config.schema import Config
@@ -32,6 +33,7 @@ from echelon.launch.plan import (
     place_ranks,
 )
 from echelon.launch.slurm import batch_script, requeue
+from echelon.launch.slurm.dependency import resolve_dependencies, resolve_dependency
 from echelon.launch.slurm.job_array import submit_arrays
 from echelon.launch.slurm.sbatch import (
     queue_run,
@@ -60,12 +62,12 @@ class SlurmLauncher(Launcher):
     agents_print_to_screen = False
 
     def complete_config(self, config: Config, dry_run: bool) -> Config:
-        """Name the run, and check that the secrets can be read.
+        """Name the run, find the jobs that it waits for, and check that the secrets can be read.
 
         The job reads them itself, so that they are in no script, no log and not in the queue.
         """
         read_launch_secrets(config, dry_run)
-        return assign_name(config)
+        return resolve_dependency(assign_name(config))
 
     def plan(self, config: Config, machine: LocalMachine) -> LaunchPlan:
         launch = config.launch
@@ -82,13 +84,12 @@ class SlurmLauncher(Launcher):
             each = f"srun starts {tasks} on each of {launch.nodes} nodes"
         return LaunchPlan(
             self.name,
-            place_ranks(
-                nodes, [procs] * launch.nodes, launch.gpus_per_node or 0, config.replica.devices
-            ),
+            place_ranks(nodes, [procs] * launch.nodes, launch.gpu_count, config.replica.devices),
             _plan_variables(config, procs, machine),
             (
                 f"write {run.script_file}",
                 shlex.join(submit),
+                *([f"wait for jobs: {launch.after} (launch.after)"] if launch.after else ()),
                 f"{each}: {describe_program_or_experiment(config)}",
                 describe_failure_policy(config, launch.nodes * procs),
                 *describe_node_policy(config, launch.nodes, queued),
@@ -120,7 +121,7 @@ class SlurmLauncher(Launcher):
     ) -> int:
         """Submit all runs as one job array, or as few arrays as the limits of the cluster allow."""
         read_launch_secrets(configs[0], dry_run)
-        return submit_arrays(configs, dry_run)
+        return submit_arrays(resolve_dependencies(configs), dry_run)
 
     def read_node_rank(self, env: Mapping[str, str]) -> int:
         """Return the number of the node in the step that srun made of this process."""
@@ -170,7 +171,7 @@ class SlurmLauncher(Launcher):
             nodes, options = int(env.get("SLURM_NNODES") or launch.nodes), ["--overlap"]
         else:
             # Ask Slurm first: srun would wait for ever for nodes that do not exist.
-            named = assign_name(config)
+            named = assign_name(replace(config, launch=replace(launch, after=None)))
             folder = Path(named.run.dir).absolute() / str(named.run.name)
             require_slurm_accepts(batch_script.render_script(named, Run(folder)))
             nodes = launch.nodes + launch.spares

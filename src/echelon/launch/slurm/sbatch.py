@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Fault
 from echelon.launch.slurm.batch_script import count_processes_per_node
+from echelon.launch.slurm.version import require_known_options
 from echelon.runs.create import create_run
 from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
@@ -56,7 +57,8 @@ def record_queued(run: Run, config: Config) -> None:
 
 def require_slurm_accepts(text: str) -> None:
     """Ask Slurm whether it would take this script, before anything is written: the partition may
-    not exist, or have too few nodes."""
+    not exist, have too few nodes, or be of an older Slurm than an option."""
+    require_known_options(text)
     done = run_slurm_command("sbatch", "--test-only", input=text)
     if done.returncode:
         raise _make_refusal(done.stderr)
