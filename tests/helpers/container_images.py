@@ -43,6 +43,7 @@ def make_image(folder: Path) -> Path:
     for name in ("bin", "sbin", "lib", "lib64"):
         if (Path("/") / name).is_symlink():
             (image / name).symlink_to(f"usr/{name}")
+            (image / "usr" / name).mkdir()
     for name in ("passwd", "group", "hosts", "resolv.conf", "ld.so.cache"):
         if (Path("/etc") / name).exists():
             shutil.copy(Path("/etc") / name, image / "etc" / name)
@@ -86,3 +87,45 @@ def require_runs(image: Path, runtime: str, variables: dict[str, str]) -> None:
     done = subprocess.run(start, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode != 0:
         give_up(f"{runtime} starts no container on this machine: {done.stderr.strip()}")
+
+
+def make_python_image(folder: Path) -> Path:
+    """Return a folder that is an image with a shell, this Python's standard library and pip, and
+    nothing of this machine that has to be mounted."""
+    image = make_image(folder)
+    prefix = image / sys.base_prefix.lstrip("/")
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    library = prefix / "lib" / version
+    unused = shutil.ignore_patterns("site-packages", "test", "tests", "idlelib", "__pycache__")
+    shutil.copytree(Path(sys.base_prefix) / "lib" / version, library, ignore=unused)
+    programs = ["/bin/sh", "/usr/bin/env", "/bin/uname", "/usr/bin/id", "/bin/rm", "/bin/cat"]
+    programs.append(os.path.realpath(sys.executable))
+    for program in programs:
+        _copy_program(Path(program), image)
+    for module in (library / "lib-dynload").iterdir():
+        _copy_libraries(module, image)
+    python = image / "usr" / "bin" / "python3"
+    python.symlink_to(os.path.realpath(sys.executable))
+    [wheel] = (library / "ensurepip" / "_bundled").glob("pip-*.whl")
+    shutil.unpack_archive(wheel, library / "site-packages", "zip")
+    return image
+
+
+def _copy_program(program: Path, image: Path) -> None:
+    target = image / os.path.realpath(program).lstrip("/")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(os.path.realpath(program), target)
+    name = image / "usr" / "bin" / program.name
+    name.parent.mkdir(exist_ok=True)
+    if not name.exists():
+        name.symlink_to(os.path.realpath(program))
+    _copy_libraries(program, image)
+
+
+def _copy_libraries(program: Path, image: Path) -> None:
+    """Copy what the dynamic linker loads for a program."""
+    listed = subprocess.run(["ldd", str(program)], capture_output=True, text=True).stdout
+    for word in listed.split():
+        if word.startswith("/") and not (target := image / word.lstrip("/")).exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(word, target)

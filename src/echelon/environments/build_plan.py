@@ -109,13 +109,14 @@ def plan_environment(
     environ: Mapping[str, str] = os.environ,
     python: str = sys.executable,
     venv_parent: Path | None = None,
+    for_image: bool = False,
 ) -> EnvironmentPlan:
     """Read the dependency files of a source folder and plan its environment.
 
     The same files, interpreter and pip settings give the same cache key on any machine, so a copy
     of the source finds the environment of the original. `venv_parent` is the folder that gets the
     .venv with `location="source"`, if that is not `source` itself but the folder it was copied
-    from.
+    from. With `for_image` the tools are in the image, so that none is needed here.
 
     Raises one EchelonError with all faults of all files.
     """
@@ -140,7 +141,7 @@ def plan_environment(
     if kind != "conda":
         faults += find_python_version_faults(chosen_python, python_requests, source)
     builder, tool, fault = _choose_builder(kind, parsed, environ, chosen_python)
-    faults += [fault] if fault else []
+    faults += [fault] if fault and not for_image else []
     if faults:
         raise EchelonError(*faults)
     request = EnvironmentRequest(

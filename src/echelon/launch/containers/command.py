@@ -106,20 +106,23 @@ def make_container(config: Config) -> Container:
     assert launch.container is not None
     runtime = make_runtime(launch)
     image = launch.container
-    mounts = (
-        Mount(str(Path(echelon.__file__).parent), f"{_SOURCE_FOLDER}/echelon", True),
-        *(parse_mount(text) for text in launch.container_mounts),
-    )
+    faults = []
+    mounts = [Mount(str(Path(echelon.__file__).parent), f"{_SOURCE_FOLDER}/echelon", True)]
+    for text in launch.container_mounts:
+        try:
+            mounts.append(parse_mount(text))
+        except EchelonError as error:
+            faults += error.faults
     container = Container(
         expand_path(image) if is_image_path(image) else image,
-        mounts,
+        tuple(mounts),
         tuple(_list_default_folders(config, {mount.target for mount in mounts})),
         tuple(launch.container_args),
     )
     paths = [*container.folders, *(path for mount in mounts for path in mount[:2])]
     if container.is_path:
         paths.append(container.image)
-    faults = [
+    faults += [
         Fault(
             f"{runtime.name} cannot be given the path {path!r}: it contains {character!r}",
             "rename it, or work elsewhere: run.dir, the current folder and that of the experiment "
