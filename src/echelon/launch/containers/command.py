@@ -75,17 +75,18 @@ def choose_runtime(launch: LaunchConfig, env: Mapping[str, str] = os.environ) ->
 
 def make_runtime(launch: LaunchConfig) -> ContainerRuntime:
     """Return the runtime of this configuration."""
-    return _make_runtime(choose_runtime(launch))
+    return make_runtime_by_name(choose_runtime(launch))
 
 
-def _make_runtime(name: str) -> ContainerRuntime:
+def make_runtime_by_name(name: str) -> ContainerRuntime:
+    """Return the runtime of this name."""
     module = import_module(f"echelon.launch.containers.{name}")
     runtime: ContainerRuntime = getattr(module, RUNTIME_CLASSES[name])()
     return runtime
 
 
 def _get_programs(name: str) -> tuple[str, ...]:
-    return _make_runtime(name).programs
+    return make_runtime_by_name(name).programs
 
 
 def pin_runtime(config: Config) -> Config:
@@ -106,7 +107,7 @@ def make_container(config: Config) -> Container:
     assert launch.container is not None
     runtime = make_runtime(launch)
     image = launch.container
-    faults = []
+    faults: list[Fault] = []
     mounts = [Mount(str(Path(echelon.__file__).parent), f"{_SOURCE_FOLDER}/echelon", True)]
     for text in launch.container_mounts:
         try:

@@ -107,6 +107,22 @@ class SlurmLauncher(Launcher):
             batch_script.render_script(config, run),
         )
 
+    def find_config_faults(
+        self, config: Config, plan: LaunchPlan, machine: LocalMachine
+    ) -> list[Fault]:
+        """Also a container in which the notice of Lightning's jobs would end what watches it."""
+        faults = super().find_config_faults(config, plan, machine)
+        is_lightning = bool(config.program) and config.mode == "lightning"
+        if is_lightning and batch_script.get_warning_signal(config) == "TERM":
+            faults.append(
+                Fault(
+                    "mode=lightning queues itself again at USR1, which ends podman's monitor of a "
+                    "container",
+                    "use another launch.container_runtime, or mode=srun",
+                )
+            )
+        return faults
+
     def check(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> None:
         """Ask Slurm before anything is written. launch.preflight is done by the batch script, on
         the nodes that the job was given."""
