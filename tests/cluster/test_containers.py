@@ -62,14 +62,14 @@ def test_a_podman_container_of_slurm_saves_by_term_and_ends_with_its_job(
     command_line: CommandLine, tmp_path: Path
 ) -> None:
     container = prepare(command_line, tmp_path, "podman")
-    words = ("launch=slurm", "launch.procs=2", *NUMBERS, LONG, *container)
+    words = ("launch=slurm", "launch.procs=2", "launch.preflight=true", *NUMBERS, LONG, *container)
     done = command_line.type("train", *words)
     assert done.code == ExitCode.OK, done.err
     command_line.wait_for_step(3)
     job, run = command_line.job(), command_line.run()
     assert "#SBATCH --signal=TERM@120" in run.script_file.read_text()
-    # To the step alone, as `--signal=TERM@120` sends it: the script queues the job again.
-    command_line.cluster.slurm("scancel", "--signal=TERM", f"{job}.0")
+    # To the steps alone, as `--signal=TERM@120` sends it: the script queues the job again.
+    command_line.cluster.slurm("scancel", "--signal=TERM", job)
     until(lambda: run.read_status_file()["state"] == "preempted", START_S, "saved")
     assert run.find_newest_step() == run.read_status_file()["step"]
     command_line.cluster.wait_for_job(job, "PENDING")

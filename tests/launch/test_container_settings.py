@@ -140,9 +140,9 @@ def test_what_is_not_a_mount_is_refused(text: str) -> None:
     assert f"{text!r} is not a mount" in told
 
 
-def test_all_paths_that_would_break_a_command_are_named(tmp_path: Path) -> None:
+def test_all_paths_that_would_break_a_command_are_named() -> None:
     words = ("launch.container='/im,ages/a.sif'", "launch.container_mounts=['/a$b','/c:d:e:f']")
-    told = faults(*words, f"run.dir='{tmp_path}/it\"s'")
+    told = faults(*words, "run.dir='/it\"s'")
     for part in ("'/im,ages/a.sif'", "'/a$b'", "'/c:d:e:f'", 'it"s'):
         assert part in told
     told = faults("launch.container=x.sqsh", "run.dir=/a b/c", kind="slurm")

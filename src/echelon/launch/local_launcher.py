@@ -66,11 +66,6 @@ class LocalLauncher(Launcher):
         faults = super().find_config_faults(config, plan, machine)
         return [*faults, *(check_cpu_support(config) if on_cpu else [])]
 
-    def check_trackers(self, config: Config, plan: LaunchPlan, machine: LocalMachine) -> None:
-        """In a container, other packages are installed than here."""
-        if config.launch.container is None:
-            super().check_trackers(config, plan, machine)
-
     def check(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> None:
         # The cheap check first: preflight may take a minute.
         require_no_writer(config)
