@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,20 @@ def test_two_hosts_of_ssh_in_containers(command_line: CommandLine, tmp_path: Pat
     for host in command_line.cluster.nodes[:2]:
         assert f"has no no-python on {host}" in done.err
     assert not command_line.run("b").folder.exists()
+
+
+def test_tasks_of_srun_are_in_containers(command_line: CommandLine, tmp_path: Path) -> None:
+    container = prepare(command_line, tmp_path, "charliecloud")
+    program = (
+        "import echelon, os; print(os.environ['SLURM_PROCID'], os.environ['MASTER_ADDR'], "
+        "echelon.__file__, os.path.exists('/root/.bashrc'), os.getcwd())"
+    )
+    words = ("run", "launch=slurm", "launch.nodes=2", "mode=srun", "run.name=a", *container)
+    done = command_line.type(*words, "--wait", "--", sys.executable, "-c", program)
+    assert done.code == ExitCode.OK, done.output
+    told = [command_line.run().get_rank_log_file(rank).read_text().split() for rank in range(2)]
+    source = "/opt/echelon/echelon/__init__.py"
+    there = [source, "False", str(command_line.folder)]
+    assert [line[2:] for line in told] == [there, there]
+    assert sorted(line[0] for line in told) == ["0", "1"]
+    assert told[0][1] == told[1][1] in command_line.cluster.nodes
