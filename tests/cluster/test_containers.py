@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from container_images import (
     require_containers,
     require_runs,
 )
+from sshd import HIDE, start_sshd
 
 from echelon.errors import ExitCode
 
@@ -79,20 +81,36 @@ def test_a_podman_container_of_slurm_saves_by_term_and_ends_with_its_job(
     command_line.require_nothing_left()
 
 
-def test_two_hosts_of_ssh_in_containers(command_line: CommandLine, tmp_path: Path) -> None:
-    container = prepare(command_line, tmp_path, "charliecloud")
-    hosts = f"launch.hosts=[{','.join(command_line.cluster.nodes[:2])}]"
-    ssh = f"launch.ssh='ssh -F {command_line.cluster.ssh_config}'"
-    words = ("launch=ssh", hosts, ssh, "launch.procs=1", *NUMBERS, *container)
-    done = command_line.type("train", *words, SHORT)
-    assert done.code == ExitCode.OK, done.err
-    assert len(curve(command_line.run())) == 12
-    assert done.left == []
-    # What is wrong is said of every host, before anything is written.
-    no_torch = [w for w in words if not w.startswith(("launch.container_python", "run.name"))]
-    done = command_line.type("train", *no_torch, "launch.container_python=no-python", "run.name=b")
+def test_two_hosts_of_ssh_in_containers(
+    command_line: CommandLine, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """One of them shares the folder of the run; for the other it is another, empty one."""
+    container = prepare(command_line, tmp_path_factory.mktemp("images"), "charliecloud")
+    first, *_, last = command_line.cluster.nodes
+    with start_sshd(command_line.cluster, last, [2225], HIDE, command_line.folder) as apart:
+        config = command_line.cluster.kind.folder / "ssh" / f"config-{secrets.token_hex(4)}"
+        common = command_line.cluster.ssh_config.read_text()
+        own = f"Host apart\n  HostName {apart}\n  Port 2225\n  HostKeyAlias {last}\nHost *\n"
+        of_a_host = ("Host", "HostName", "HostKeyAlias")
+        options = [line for line in common.splitlines() if line.split()[0] not in of_a_host]
+        config.write_text(common + own + "\n".join(dict.fromkeys(options)) + "\n")
+        hosts = f"launch.hosts=[{first},apart]"
+        ssh = f"launch.ssh='ssh -F {config}'"
+        words = ("launch=ssh", hosts, ssh, "launch.procs=1", *NUMBERS, *container)
+        try:
+            done = command_line.type("train", *words, SHORT)
+            assert done.code == ExitCode.OK, done.err
+            assert len(curve(command_line.run())) == 12
+            assert (command_line.run().logs_folder / "rank-1.log").exists(), "brought back"
+            assert done.left == []
+            # What is wrong is said of every host, before anything is written.
+            rest = [w for w in words if not w.startswith(("launch.container_python", "run.name"))]
+            wrong = ("launch.container_python=no-python", "run.name=b")
+            done = command_line.type("train", *rest, *wrong)
+        finally:
+            config.unlink()
     assert done.code == ExitCode.USAGE
-    for host in command_line.cluster.nodes[:2]:
+    for host in (first, "apart"):
         assert f"has no no-python on {host}" in done.err
     assert not command_line.run("b").folder.exists()
 
