@@ -72,7 +72,15 @@ def explain_failed_start(config: Config, code: int, error_output: str, where: st
             f"launch.container={launch.container}, but {inside[-1].removeprefix('error: ')}",
             runtime.installation,
         )
-    if launch.container_python in said and ("not found" in said or "o such file" in said):
+    missing = "no such file" in said.lower() or "not found" in said or "not exist" in said
+    for mount in make_container(config).mounts:
+        if missing and mount.source in said:
+            return Fault(
+                f"{mount.source} cannot be mounted{where}, since it is not there: {said}",
+                "create it there, or leave it out of launch.container_mounts; Echelon itself has to "
+                "be at the same path on every host",
+            )
+    if launch.container_python in said and missing:
         return Fault(
             f"launch.container={launch.container} has no {launch.container_python}{where}: {said}",
             "name the Python of the image: launch.container_python=/opt/conda/bin/python",
