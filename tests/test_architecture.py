@@ -104,6 +104,7 @@ ASKING_FOR_A_LAUNCHER = {
     "config/compose.py": "the defaults of a file are chosen for the launcher",
     "config/defaults_files.py": "the same",
     "config/validate.py": "each kind has settings of its own",
+    "launch/containers/command.py": "in a job, srun has a plugin that starts images of registries",
     "launch/registry.py": "from the kind to the launcher",
     "runs/create.py": "a run says where it will be before its launcher has started it",
     "runs/status.py": "only Slurm knows whether a recorded job is still queued",

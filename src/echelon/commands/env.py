@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -27,6 +28,14 @@ def env(words: list[str]) -> int:
         action.add_argument("--python", default=sys.executable, help="the interpreter to use")
         action.add_argument("--json", action="store_true")
     build.add_argument("--shell", action="store_true", help="print the lines that enter it")
+    image = build.add_argument_group(
+        "an image in its place",
+        "Made from the same files, for launch.container. Its name or path is printed.",
+    )
+    image.add_argument("--container", action="store_true", help="build an image of a container")
+    image.add_argument("--recipe", action="store_true", help="only print the recipe of the image")
+    image.add_argument("--base", metavar="IMAGE", help="what it begins with (default: python:X.Y)")
+    image.add_argument("--builder", metavar="NAME", help="podman, apptainer or ch-image")
     clean = actions.add_parser("clean", help="remove from the cache what was not used for long")
     clean.add_argument("--older", type=parse_days, default=30.0, metavar="DAYS", help="default: 30")
     clean.add_argument("--all", action="store_true", help="all that no job runs in")
@@ -39,4 +48,20 @@ def env(words: list[str]) -> int:
     source = Path(given.source)
     if given.action == "show":
         return env.show_environment(source, given.where, given.python, given.json)
+    if given.container:
+        if given.where != "cache" or given.shell:
+            parser.error("--container builds an image: leave --where and --shell out")
+        from echelon.environments.image_build import build_image
+
+        return build_image(
+            source,
+            given.base,
+            given.python,
+            given.builder,
+            given.recipe,
+            given.json,
+            os.environ,
+        )
+    if given.recipe or given.base or given.builder:
+        parser.error("--recipe, --base and --builder are for --container")
     return env.make_environment(source, given.where, given.python, given.json, given.shell)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 from echelon.commands.arguments import make_parser
+from echelon.utils.processes import OUTSIDE_PID_VARIABLE, die_with_process
 from echelon.utils.streams import use_tolerant_streams
 
 
@@ -26,6 +28,8 @@ def node(words: list[str]) -> int:
     parser.add_argument("--node-rank", type=int, help="default: SLURM_NODEID")
     parser.add_argument("--procs", type=int, help="processes here; default: as configured")
     given = parser.parse_args(words)
+    if outside_pid := os.environ.pop(OUTSIDE_PID_VARIABLE, ""):
+        die_with_process(int(outside_pid), "podman")
     if given.join is None and given.nodes is None:
         parser.error("--nodes is missing")
     if given.tether:

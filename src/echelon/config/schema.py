@@ -19,6 +19,7 @@ LAUNCHERS = ("inline", "local", "env", "ssh", "slurm")
 MODES = ("torchrun", "srun", "lightning", "plain", "wandb")
 GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres")
 AFTER_TYPES = ("afterok", "afterany", "afternotok")
+CONTAINER_RUNTIMES = ("auto", "apptainer", "pyxis", "enroot", "podman", "charliecloud")
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
 CAPTURE_MODES = ("auto", "always", "never")
 BAD_SAMPLE_CHOICES = ("raise", "skip")
@@ -159,6 +160,20 @@ class LaunchConfig:
     secrets: str | None = None
     """local, slurm: a file of KEY=VALUE lines that only you can read (mode 0600). They become
     environment variables of the run and are written nowhere."""
+    container: str | None = None
+    """local, ssh, slurm: the image in which the processes run: a file (.sif, .sqsh), a folder, or a
+    reference to a registry. docs/containers.md says more."""
+    container_runtime: str = "auto"
+    """What starts the container: apptainer, pyxis (slurm), enroot (local, ssh), podman,
+    charliecloud; auto: what the image looks like and what is on the PATH decide."""
+    container_mounts: list[str] = field(default_factory=list)
+    """More folders and files to mount, as SOURCE, SOURCE:TARGET or SOURCE:TARGET:ro. run.dir, the
+    current folder and that of the experiment are mounted anyway, at the same paths."""
+    container_args: list[str] = field(default_factory=list)
+    """More options of the runtime, e.g. ['--shm-size=64g']; of srun, with pyxis."""
+    container_python: str = "python3"
+    """The Python in the image. It needs torch and what Echelon depends on; Echelon itself is
+    mounted."""
     nodes_flag: str | None = None
     """run: append this flag with the number of nodes to the program, e.g. --num_nodes."""
     gpus_flag: str | None = None

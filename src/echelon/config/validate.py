@@ -16,6 +16,7 @@ from echelon.config.schema import (
     BAD_SAMPLE_CHOICES,
     BEST_DIRECTIONS,
     CAPTURE_MODES,
+    CONTAINER_RUNTIMES,
     GPU_REQUESTS,
     LAUNCHERS,
     MODES,
@@ -49,6 +50,7 @@ def find_faults(config: Config) -> list[Fault]:
         *_check_fsdp(config),
         *_check_verification(config),
         *_check_launch(config),
+        *_check_container(config),
         *_check_replica(config),
         *_check_manual_ranks(config),
         *_check_track(config),
@@ -232,6 +234,7 @@ def _check_choices(config: Config) -> Iterator[Fault]:
     choices = {
         "launch.kind": (config.launch.kind, LAUNCHERS),
         "launch.gpu_request": (config.launch.gpu_request, GPU_REQUESTS),
+        "launch.container_runtime": (config.launch.container_runtime, CONTAINER_RUNTIMES),
         "mode": (config.mode, MODES),
         "trainer.schedule": (config.trainer.schedule, SCHEDULES),
         "trainer.best_is": (config.trainer.best_is, BEST_DIRECTIONS),
@@ -415,6 +418,54 @@ def _check_launcher_only_keys(launch: LaunchConfig) -> Iterator[Fault]:
                     f"launch.{key}={value} is set, but launch={launch.kind} does not use it",
                     f"add launch={kind}, or leave launch.{key} out",
                 )
+
+
+_CONTAINER_KEYS = ("container_runtime", "container_mounts", "container_args", "container_python")
+_RUNTIMES_OF_ONE_WORLD = {"pyxis": ("slurm",), "enroot": ("local", "ssh")}
+"""enroot is started by the plugin of srun, or by itself."""
+
+
+def _check_container(config: Config) -> Iterator[Fault]:
+    """Yield faults of a container where none can be started, and of settings without one."""
+    launch, default = config.launch, LaunchConfig()
+    if launch.container is None:
+        for key in _CONTAINER_KEYS:
+            value = getattr(launch, key)
+            if value != getattr(default, key):
+                yield Fault(
+                    f"launch.{key}={value} is set, but there is no container",
+                    f"name an image: launch.container=IMAGE, or leave launch.{key} out",
+                )
+        return
+    image = launch.container
+    if not image.strip() or image.startswith("-") or not image.isprintable():
+        yield Fault(
+            f"launch.container={image!r} is not an image",
+            "give the path of a file or folder, or a reference to a registry",
+        )
+    if launch.kind == "inline" and not config.program:
+        yield Fault(
+            f"launch.container={image}, but launch=inline trains in this process",
+            "add launch=local, or start this command in the container yourself",
+        )
+    elif launch.kind == "env":
+        yield Fault(
+            f"launch.container={image}, but with launch=env this command is the agent",
+            "start the command in the container yourself, on every node",
+        )
+    if config.program and config.mode == "wandb":
+        yield Fault(
+            f"launch.container={image}, but `wandb agent` itself starts the trials",
+            "use `echelon sweep`, whose trials may be in a container",
+        )
+    kinds = _RUNTIMES_OF_ONE_WORLD.get(launch.container_runtime)
+    if kinds and launch.kind not in kinds:
+        others = " or ".join(f"launch={kind}" for kind in kinds)
+        yield Fault(
+            f"launch.container_runtime={launch.container_runtime} works with {others}, not "
+            f"launch={launch.kind}",
+            "leave it out: what fits is then chosen",
+        )
 
 
 def _check_spares(config: Config) -> Iterator[Fault]:

@@ -112,6 +112,7 @@ def plan_environment(
     python: str = sys.executable,
     venv_parent: Path | None = None,
     more: Sequence[str] = (),
+    for_image: bool = False,
 ) -> EnvironmentPlan:
     """Read the dependency files of a source folder and plan its environment.
 
@@ -119,7 +120,8 @@ def plan_environment(
     of the source finds the environment of the original. `more` are requirements beside those of the
     files; where a lock file or conda decides, the files have to name them. `venv_parent` is the
     folder that gets the .venv with `location="source"`, if that is not `source` itself but the
-    folder it was copied from.
+    folder it was copied from. With `for_image` the tools are in the image, so that none is needed
+    here.
 
     Raises one EchelonError with all faults of all files.
     """
@@ -146,7 +148,7 @@ def plan_environment(
     if kind != "conda":
         faults += find_python_version_faults(chosen_python, python_requests, source)
     builder, tool, fault = _choose_builder(kind, parsed, environ, chosen_python)
-    faults += [fault] if fault else []
+    faults += [fault] if fault and not for_image else []
     if faults:
         raise EchelonError(*faults)
     request = EnvironmentRequest(

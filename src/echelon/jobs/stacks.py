@@ -13,6 +13,7 @@ from echelon.hosts.ask import ask_host, join_last_lines
 from echelon.jobs.agent_request import ask_agent
 from echelon.launch.node.rank_stacks import find_py_spy, read_stack_with_py_spy
 from echelon.launch.ssh import remote_command
+from echelon.launch.ssh.host_check import wrap_for_host
 from echelon.runs.process_record import is_alive
 from echelon.runs.run_folder import Run
 from echelon.runs.stack_report import RankStack, StackReport
@@ -80,8 +81,10 @@ def _ask_agent(run: Run) -> StackReport:
 
 def _ask_first_host(run: Run, host: str) -> StackReport:
     """Ask on the first host of launch=ssh, which does not share the folder with this machine."""
-    launch = run.read_config(runs_code=False).launch
+    config = run.read_config(runs_code=False)
+    launch = config.launch
     words = [sys.executable, "-m", "echelon", "stacks", str(run.folder), "--here", "--json"]
+    words = wrap_for_host(config, words)
     argv = remote_command.make_argv(launch, host, (os.getcwd(), "/"), words)
     variables = remote_command.select_variables(os.environ, launch.carry)
     answer = ask_host(argv, remote_command.encode_variables(variables), _SSH_LIMIT_S)

@@ -116,10 +116,12 @@ class Launcher(ABC):
         return [*find_batch_faults(config, plan), *find_fsdp_faults(config, plan)]
 
     def check_trackers(self, config: Config, plan: LaunchPlan, machine: LocalMachine) -> None:
-        """Raise if rank 0 will be started from here and a tracker that was asked for cannot run."""
+        """Raise if rank 0 will be started from here and a tracker that was asked for cannot run. In
+        a container, other packages are installed than here."""
         from echelon.tracking.create import require_trackers
 
-        if not config.program and plan.places[0].rank == 0:
+        has_own_packages = bool(config.program) or config.launch.container is not None
+        if not has_own_packages and plan.places[0].rank == 0:
             require_trackers(config, machine.env)
 
     @abstractmethod

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from echelon.config.schema import Config
 from echelon.config.validate import check_cpu_support
 from echelon.errors import Fault
+from echelon.launch.containers.command import describe_container, pin_runtime, wrap_python
 from echelon.launch.launcher import (
     Launcher,
     LaunchServices,
@@ -33,9 +34,13 @@ from echelon.runs.submitted_run import take_submitted_run
 
 
 class LocalLauncher(Launcher):
-    """One node, this one. The agent is a part of the command that was typed."""
+    """One node, this one. The agent is a part of the command that was typed, or with
+    `launch.container` a process in the container."""
 
     name = "local"
+
+    def complete_config(self, config: Config, dry_run: bool) -> Config:
+        return pin_runtime(super().complete_config(config, dry_run))
 
     def plan(self, config: Config, machine: LocalMachine) -> LaunchPlan:
         procs = count_local_processes(config, machine.visible_devices)
@@ -44,6 +49,7 @@ class LocalLauncher(Launcher):
             place_ranks([machine.host], [procs], machine.visible_devices, config.replica.devices),
             make_thread_variables(config, procs, machine.env),
             (
+                *describe_container(config),
                 "import torch once",
                 f"fork {procs} worker{'s' * (procs > 1)} under torchrun's elastic agent, "
                 f"on a loopback port: {describe_program_or_experiment(config)}",
@@ -63,6 +69,10 @@ class LocalLauncher(Launcher):
     def check(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> None:
         # The cheap check first: preflight may take a minute.
         require_no_writer(config)
+        if config.launch.container is not None:
+            from echelon.launch.containers.check import require_container_here
+
+            require_container_here(config)
         require_preflight(config, services)
         warn_of_other_users(config, plan)
 
@@ -72,10 +82,14 @@ class LocalLauncher(Launcher):
             return services.run_wandb_agent(config)
         os.environ |= dict(plan.variables)
         run = take_submitted_run(config, os.environ) or create_run(config)
+        if config.launch.container is not None:
+            from echelon.launch.containers.local_node import run_local_node
+
+            return run_local_node(config, run, len(plan.places))
         node = NodeSpec(procs=len(plan.places))
         return run_node(self, config, node, lambda store, wait_for_key: run)
 
     def plan_probes(
         self, config: Config, env: Mapping[str, str], probe: Sequence[str]
     ) -> ProbePlan:
-        return plan_local_probe(probe, config.launch.procs)
+        return plan_local_probe(wrap_python(config, probe), config.launch.procs)

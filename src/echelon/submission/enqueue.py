@@ -13,6 +13,7 @@ from echelon import environments
 from echelon.config.defaults_files import read_secrets
 from echelon.environments.env_command import list_warnings
 from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.launch.containers.check import require_container_for_jobs
 from echelon.launch.slurm import job_array, sbatch
 from echelon.runs.create import clear_last_end
 from echelon.runs.run_folder import SUBMISSION_FILE, Run
@@ -55,6 +56,7 @@ def prepare_submission(submission: Submission, env: Mapping[str, str]) -> Submis
         read_secrets(secrets)
     if submission.launcher_kind == "slurm":
         sbatch.require_sbatch(_LOCAL_HINT)
+        require_container_for_jobs(submission.configs[0])
         for job in submission.build_jobs():
             sbatch.require_slurm_accepts(job.script)
     # 2. The name: what has it from here on is never replaced by another submission.

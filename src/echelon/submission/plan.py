@@ -19,6 +19,7 @@ from echelon.environments import EnvironmentPlan, plan_environment, render_activ
 from echelon.environments.cache import MARKER_NAME
 from echelon.errors import EchelonError, Fault
 from echelon.gpus import count_visible_gpus
+from echelon.launch.containers.command import pin_runtime
 from echelon.launch.slurm import batch_script, job_array
 from echelon.launch.slurm.dependency import resolve_dependency
 from echelon.runs.create import generate_run_name
@@ -216,9 +217,10 @@ def plan_submission(
     chosen_mode = config.mode if "mode" in _list_overridden_keys(request) else None
     planned = _plan_commands(commands, config, chosen_mode, source_tree.folder, visible_gpus)
     name = _choose_name(request.name or config.run.name, file, commands)
-    # What a login node is given to do decides about the environment there.
-    is_elsewhere = config.launch.login is not None
-    environment = None if is_elsewhere else _plan_environment(request, source_tree.folder, env)
+    # What a login node is given to do decides about the environment there, and the image of a
+    # container is its environment.
+    has_own = config.launch.login is not None or config.launch.container is not None
+    environment = None if has_own else _plan_environment(request, source_tree.folder, env)
     submission = Submission(
         name,
         name,
@@ -243,6 +245,15 @@ def _compose_config(request: SubmitRequest, defaults: FileDefaults, first: Shell
                 "leave it out for launch=slurm, or say launch=local",
             )
         )
+    if config.launch.container is not None and config.launch.kind == "local":
+        raise EchelonError(
+            Fault(
+                f"launch.container={config.launch.container}: commands that are run here are not "
+                "started in containers",
+                "leave launch=local out, or start one with `echelon run launch=local … -- COMMAND`",
+            )
+        )
+    config = pin_runtime(config)
     is_set = "launch.max_requeues" in (*_list_overridden_keys(request), *defaults.launch)
     # A program that cannot resume must not start again by itself, so requeueing is asked for.
     if request.requeue or is_set or config.launch.kind != "slurm":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -21,6 +23,32 @@ def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> Non
     _libc.prctl(_PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+OUTSIDE_PID_VARIABLE = "ECHELON_OUTSIDE_PID"
+"""The process outside the container whose end is to be that of the agent inside. The words before
+the agent's own set it, where the agent is no descendant of that process."""
+
+
+def die_with_process(pid: int, name: str) -> None:
+    """Have this process killed when another one ends, which is not its parent: a child waits for
+    it. Nothing is done where there is no process of that id and name, since ids are others in a
+    container with ids of its own."""
+    try:
+        if Path(f"/proc/{pid}/comm").read_text().strip() != name:
+            return
+        watched = os.pidfd_open(pid)
+    except OSError:
+        return
+    this_process = os.getpid()
+    if os.fork() > 0:
+        os.close(watched)
+        return
+    die_with_parent(this_process)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    select.select([watched], [], [])
+    os.kill(this_process, signal.SIGKILL)
+    os._exit(0)
 
 
 def read_stat_fields(pid: int) -> list[str] | None:

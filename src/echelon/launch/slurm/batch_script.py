@@ -12,6 +12,12 @@ from pathlib import Path
 
 from echelon.config.schema import Config, LaunchConfig
 from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.launch.containers.command import (
+    make_runtime,
+    make_srun_options,
+    wrap_command,
+    wrap_python,
+)
 from echelon.launch.network_interface import INTERFACE_VARIABLES
 from echelon.launch.plan import make_program_words, may_replace_ranks
 from echelon.launch.slurm.requeue import REQUEUE_FILE
@@ -120,6 +126,7 @@ def _render_script(
             'fail() { echo "$1" > "$run/exit"; exit "$1"; }',
             *render_setup(config.launch),
             *(_render_environment(environment) if environment else ()),
+            *render_container(config),
             "",
             "# The nodes meet at the first one, at a port of this job's own.",
             'master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
@@ -214,7 +221,8 @@ def _render_requeue_condition(config: Config) -> str:
     saved = f'[ "$code" -eq {int(ExitCode.PREEMPTED)} ]'
     if not is_started_by_srun(config):
         return f'{saved} || [ -e "$run/{REQUEUE_FILE}" ]'
-    was_signalled = f'[ "$code" -eq {128 + signal.SIGUSR2} ]'
+    notice = signal.SIGTERM if get_warning_signal(config) == "TERM" else signal.SIGUSR2
+    was_signalled = f'[ "$code" -eq {128 + notice} ]'
     often = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {config.launch.max_requeues} ]'
     return f"{{ {saved} || {was_signalled}; }} && {often}"
 
@@ -266,6 +274,8 @@ def make_sbatch_options(config: Config, procs: int) -> Iterator[str]:
 
 def get_warning_signal(config: Config) -> str:
     """Return the signal that announces the end of a job's time, without SIG."""
+    if config.launch.container and make_runtime(config.launch).takes_notice_by_term:
+        return "TERM"
     # Lightning listens to USR1, and queues itself again.
     return "USR1" if config.program and config.mode == "lightning" else "USR2"
 
@@ -364,6 +374,36 @@ def _render_environment(environment: ScriptEnvironment) -> Iterator[str]:
         yield from ("# The environment.", *environment.setup_lines)
 
 
+def render_container(config: Config) -> list[str]:
+    """Return the lines that say how a process is started in the container of the run."""
+    if config.launch.container is None:
+        return []
+    lines = [f"container=({shlex.join(wrap_command(config, []))})"]
+    if options := make_srun_options(config):
+        joined = shlex.join([*options, "--container-workdir="])
+        lines.append(f'container_options=({joined}"$(pwd -P)")')
+    return [
+        "",
+        "# launch.container: what starts a process in it, on whichever node.",
+        *lines,
+    ]
+
+
+def _render_in_container(config: Config, words: Sequence[str]) -> str:
+    """Return a command of Echelon's on the nodes: that of this Python, or of the one in the
+    container, whose words are in the script already."""
+    if config.launch.container is None:
+        return shlex.join(words)
+    count = len(wrap_command(config, []))
+    return f'"${{container[@]}}" {shlex.join(wrap_python(config, words)[count:])}'
+
+
+def render_node_command(config: Config) -> str:
+    """Return the beginning of the command that is an agent on a node."""
+    words = [*shlex.split(make_python_command(config)), "-m", "echelon", "node"]
+    return _render_in_container(config, words)
+
+
 def _render_step(config: Config, procs: int, words: str) -> Iterator[str]:
     """The lines that start the processes."""
     if is_started_by_srun(config):
@@ -399,7 +439,7 @@ def render_agents_step(config: Config) -> Iterator[str]:
         yield "waiting=$!"
     ends = "--no-kill --wait=0 --kill-on-bad-exit=0" if survives else f"--wait={_SRUN_WAIT_S}"
     yield f'{srun} {ends} --output="$run/logs/node-%n.log" \\'
-    yield f"  {make_python_command(config)} -m echelon node \\"
+    yield f"  {render_node_command(config)} \\"
     yield '  --nodes "$SLURM_NNODES" --master "$master:$port" "$run"'
     if survives:
         yield 'code=$?; kill "$waiting" 2> /dev/null'
@@ -426,9 +466,8 @@ def make_trial_step_command(config: Config, run: Run, master: str) -> list[str]:
         *([f"--cpus-per-task={cpus}"] if cpus else []),
         f"--wait={_SRUN_WAIT_S}",
         f"--output={run.logs_folder}/node-%n.log",
-        *shlex.split(make_python_command(config)),
-        *("-m", "echelon", "node", "--nodes", str(launch.nodes)),
-        *("--master", master, str(run.folder)),
+        *_make_node_words(config, "--nodes", str(launch.nodes), "--master", master),
+        str(run.folder),
     ]
 
 
@@ -444,10 +483,19 @@ def make_return_command(
         f"--nodelist={host}",
         "--open-mode=append",
         f"--output={run.get_node_log_file(node)}",
-        *shlex.split(make_python_command(config)),
-        *("-m", "echelon", "node", "--nodes", str(node_count)),
-        *("--master", master, "--node-rank", str(node), str(run.folder)),
+        *_make_node_words(config, "--nodes", str(node_count), "--master", master),
+        *("--node-rank", str(node), str(run.folder)),
     ]
+
+
+def _make_node_words(config: Config, *options: str) -> list[str]:
+    """Return the words behind those of `srun` that are an agent on a node, in the container if
+    there is one."""
+    python = shlex.split(make_python_command(config))
+    in_container = make_srun_options(config)
+    if in_container:
+        in_container.append(f"--container-workdir={os.getcwd()}")
+    return [*in_container, *wrap_python(config, [*python, "-m", "echelon", "node", *options])]
 
 
 def render_sweep_script(
@@ -512,7 +560,8 @@ def make_srun_command(config: Config, tasks: int) -> str:
     # Since 22.05 a step does not inherit it; nor, on some clusters, the environment.
     cpu_count = _count_cpus_per_node(config.launch, count_processes_per_node(config))
     cpus = ' --cpus-per-task="$SLURM_CPUS_PER_TASK"' if cpu_count else ""
-    return f"srun --export=ALL --ntasks-per-node={tasks}{cpus} --open-mode=append"
+    container = ' "${container_options[@]}"' if make_srun_options(config) else ""
+    return f"srun --export=ALL --ntasks-per-node={tasks}{cpus} --open-mode=append{container}"
 
 
 def _render_tasks_step(config: Config, procs: int, words: str) -> Iterator[str]:
@@ -524,8 +573,9 @@ def _render_tasks_step(config: Config, procs: int, words: str) -> Iterator[str]:
         yield f"export {' '.join(f'{name}={shlex.quote(chosen)}' for name in INTERFACE_VARIABLES)}"
     srun = make_srun_command(config, per_node)
     yield from _render_history_start(config.launch.nodes, config.launch.nodes * per_node)
+    container = '"${container[@]}" ' if config.launch.container else ""
     yield f'{srun} --kill-on-bad-exit=1 --output="$run/logs/rank-%t.log" \\'
-    yield f"  {words}"
+    yield f"  {container}{words}"
 
 
 def _render_history_start(nodes: int, processes: int) -> Iterator[str]:

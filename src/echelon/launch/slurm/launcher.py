@@ -13,6 +13,13 @@ from pathlib import Path
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch import network_interface
+from echelon.launch.containers.check import require_container_for_jobs
+from echelon.launch.containers.command import (
+    describe_container,
+    make_srun_options,
+    pin_runtime,
+    wrap_python,
+)
 from echelon.launch.launcher import (
     Launcher,
     LaunchServices,
@@ -67,7 +74,7 @@ class SlurmLauncher(Launcher):
         The job reads them itself, so that they are in no script, no log and not in the queue.
         """
         read_launch_secrets(config, dry_run)
-        return resolve_dependency(assign_name(config))
+        return resolve_dependency(pin_runtime(assign_name(config)))
 
     def plan(self, config: Config, machine: LocalMachine) -> LaunchPlan:
         launch = config.launch
@@ -90,6 +97,7 @@ class SlurmLauncher(Launcher):
                 f"write {run.script_file}",
                 shlex.join(submit),
                 *([f"wait for jobs: {launch.after} (launch.after)"] if launch.after else ()),
+                *describe_container(config),
                 f"{each}: {describe_program_or_experiment(config)}",
                 describe_failure_policy(config, launch.nodes * procs),
                 *describe_node_policy(config, launch.nodes, queued),
@@ -100,11 +108,28 @@ class SlurmLauncher(Launcher):
             batch_script.render_script(config, run),
         )
 
+    def find_config_faults(
+        self, config: Config, plan: LaunchPlan, machine: LocalMachine
+    ) -> list[Fault]:
+        """Also a container in which the notice of Lightning's jobs would end what watches it."""
+        faults = super().find_config_faults(config, plan, machine)
+        is_lightning = bool(config.program) and config.mode == "lightning"
+        if is_lightning and batch_script.get_warning_signal(config) == "TERM":
+            faults.append(
+                Fault(
+                    "mode=lightning queues itself again at USR1, which ends podman's monitor of a "
+                    "container",
+                    "use another launch.container_runtime, or mode=srun",
+                )
+            )
+        return faults
+
     def check(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> None:
         """Ask Slurm before anything is written. launch.preflight is done by the batch script, on
         the nodes that the job was given."""
         require_no_writer(config)
         require_sbatch()
+        require_container_for_jobs(config)
         require_slurm_accepts(plan.script)
 
     def start(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> int:
@@ -121,7 +146,9 @@ class SlurmLauncher(Launcher):
     ) -> int:
         """Submit all runs as one job array, or as few arrays as the limits of the cluster allow."""
         read_launch_secrets(configs[0], dry_run)
-        return submit_arrays(resolve_dependencies(configs), dry_run)
+        if not dry_run:
+            require_container_for_jobs(configs[0])
+        return submit_arrays([*map(pin_runtime, resolve_dependencies(configs))], dry_run)
 
     def read_node_rank(self, env: Mapping[str, str]) -> int:
         """Return the number of the node in the step that srun made of this process."""
@@ -180,7 +207,8 @@ class SlurmLauncher(Launcher):
                 f"--job-name={_PROBE_JOB_NAME}",
             ]
         shape = [f"--nodes={nodes}", "--ntasks-per-node=1", "--export=ALL", "--unbuffered"]
-        words = [probe[0], "-u", *probe[1:], "SLURM_PROCID"]
+        options += make_srun_options(config)
+        words = wrap_python(config, [probe[0], "-u", *probe[1:], "SLURM_PROCID"])
         if launch.setup and not is_in_allocation:
             words = ["bash", "-c", "\n".join([*launch.setup, f"exec {shlex.join(words)}"])]
         return ProbePlan(

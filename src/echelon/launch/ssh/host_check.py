@@ -7,15 +7,17 @@ import importlib.metadata
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from echelon import __version__
-from echelon.config.schema import Config, LaunchConfig
+from echelon.config.schema import Config
 from echelon.errors import EchelonError, Fault
 from echelon.hosts.ask import HostAnswer, ask_hosts, join_last_lines
 from echelon.hosts.ssh import SSH_FAILED, explain_host_key_failure
+from echelon.launch.containers.check import PROBE_MODULE, explain_failed_start
+from echelon.launch.containers.command import wrap_python
 from echelon.launch.ssh import host_probe, remote_command
 from echelon.launch.ssh.host_list import SshHost
 from echelon.runs.run_folder import Run
@@ -23,6 +25,9 @@ from echelon.utils.os_errors import format_os_error_reason
 from echelon.world.device_fit import find_visible_fit_fault
 
 _ANSWER_TIMEOUT_S = 40.0
+_DOWNLOAD_TIMEOUT_S = 3600.0
+"""The image of a container may have to be downloaded."""
+_WITH_FOLDER = 'mkdir -p "$0" && exec "$@"'
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 """Exit codes of the shell."""
 
@@ -59,15 +64,18 @@ def check_hosts(
         program = (
             remote_command.encode_variables(variables) + Path(host_probe.__file__).read_bytes()
         )
+        folder, timeout_s = words[2], _ANSWER_TIMEOUT_S
+        if config.launch.container is not None:
+            # Echelon is mounted there, and its first program says what the image lacks.
+            words = wrap_for_host(config, [words[0], "-m", PROBE_MODULE, *words[2:]])
+            timeout_s = _DOWNLOAD_TIMEOUT_S
         commands = [
-            remote_command.make_argv(config.launch, host.name, (words[2], "/"), words)
+            remote_command.make_argv(config.launch, host.name, (folder, "/"), words)
             for host in hosts
         ]
         answers = [
-            _read_report(config.launch, host, words[0], answer)
-            for host, answer in zip(
-                hosts, ask_hosts(commands, program, _ANSWER_TIMEOUT_S), strict=True
-            )
+            _read_report(config, host, sys.executable, answer)
+            for host, answer in zip(hosts, ask_hosts(commands, program, timeout_s), strict=True)
         ]
     faults = [
         fault
@@ -82,6 +90,15 @@ def check_hosts(
     if faults:
         raise EchelonError(*faults)
     return reports
+
+
+def wrap_for_host(config: Config, words: Sequence[str]) -> list[str]:
+    """Return the words of a command of Echelon's as they run on a host: in the container, if there
+    is one. The folder of the runs is made first, since only what is there can be mounted."""
+    if config.launch.container is None:
+        return list(words)
+    runs = str(Path(config.run.dir).absolute())
+    return ["sh", "-c", _WITH_FOLDER, runs, *wrap_python(config, words)]
 
 
 def find_experiment_file(config: Config) -> str:
@@ -111,26 +128,27 @@ def create_shared_folder_token(folder: Path) -> Iterator[Path]:
 
 
 def _read_report(
-    launch: LaunchConfig, host: SshHost, python: str, answer: HostAnswer
+    config: Config, host: SshHost, python: str, answer: HostAnswer
 ) -> HostReport | Fault:
     if answer.exit_code is None:
         return Fault(
-            f"{host.name} {answer.failure}", f"look whether `{launch.ssh} {host.name} true` ends"
+            f"{host.name} {answer.failure}",
+            f"look whether `{config.launch.ssh} {host.name} true` ends",
         )
     message = answer.read_message()
     if answer.exit_code == 0 and message is not None:
         return HostReport(**message)
-    return explain_ssh_failure(launch, host, python, answer.exit_code, answer.stderr)
+    return explain_ssh_failure(config, host, python, answer.exit_code, answer.stderr)
 
 
 def explain_ssh_failure(
-    launch: LaunchConfig, host: SshHost, python: str, code: int, error_output: str
+    config: Config, host: SshHost, python: str, code: int, error_output: str
 ) -> Fault:
     """Return the fault of a command that failed on a host, by its exit code and its stderr.
 
     ssh's own failures have the code 255; a shell that does not find Python has 127 or 126.
     """
-    words = join_last_lines(error_output)
+    launch, words = config.launch, join_last_lines(error_output)
     key_fault = explain_host_key_failure(
         launch.ssh, host.name, error_output, "set it up with `echelon setup ssh`"
     )
@@ -141,6 +159,8 @@ def explain_ssh_failure(
             f"{host.name} cannot be reached: {words or 'ssh says nothing'}",
             f"`{launch.ssh} {host.name} true` has to work without a question",
         )
+    if launch.container is not None:
+        return explain_failed_start(config, code, error_output, f" on {host.name}")
     if code in (_NOT_FOUND, _NOT_EXECUTABLE):
         what = "is not there" if code == _NOT_FOUND else "cannot be executed"
         return Fault(
@@ -159,6 +179,8 @@ def explain_ssh_failure(
 def _find_faults(config: Config, host: SshHost, report: HostReport, run: Run) -> Iterator[Fault]:
     """What keeps a host that answered from taking part."""
     local_versions = {"torch": importlib.metadata.version("torch"), "echelon": __version__}
+    if config.launch.container is not None:
+        local_versions = {}  # what is installed here says nothing; agents compare each other
     for package, ours in local_versions.items():
         theirs = getattr(report, package)
         if theirs is None:

@@ -17,6 +17,7 @@ from echelon.config.validate import check_node_counts
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.hosts.ssh import require_ssh
 from echelon.launch import network_interface
+from echelon.launch.containers.command import describe_container, pin_runtime
 from echelon.launch.launcher import (
     Launcher,
     LaunchServices,
@@ -63,7 +64,7 @@ class SshLauncher(Launcher):
         secrets = read_launch_secrets(config, dry_run)
         os.environ.update(secrets)
         carry = [*config.launch.carry, *secrets]
-        return replace(config, launch=replace(config.launch, carry=carry))
+        return pin_runtime(replace(config, launch=replace(config.launch, carry=carry)))
 
     def plan(self, config: Config, machine: LocalMachine) -> LaunchPlan:
         hosts, run = list_hosts(config.launch), _resolve_run(config)
@@ -84,6 +85,7 @@ class SshLauncher(Launcher):
                 f"echelon the same, which devices are there, is {run.folder} shared",
                 f"where it is not, send {code_folder or 'the configuration'} there, and bring back "
                 "what the run made",
+                *describe_container(config),
                 *map(shlex.join, commands),
                 f"on each host {how_many}: {describe_program_or_experiment(config)}",
                 describe_failure_policy(config, sum(h.procs or 1 for h in training)),
@@ -174,7 +176,12 @@ class SshLauncher(Launcher):
             [host.procs for host in hosts],
             [
                 ProbeCommand(
-                    remote_command.make_argv(launch, host.name, folders, [*probe, str(node)]),
+                    remote_command.make_argv(
+                        launch,
+                        host.name,
+                        folders,
+                        host_check.wrap_for_host(config, [*probe, str(node)]),
+                    ),
                     [node],
                     variables,
                 )
@@ -184,7 +191,7 @@ class SshLauncher(Launcher):
 
     def explain_failed_probe(self, config: Config, node_name: str, probe_exit: ProbeExit) -> Fault:
         host, (code, output) = SshHost(node_name, None), probe_exit
-        return host_check.explain_ssh_failure(config.launch, host, sys.executable, code, output)
+        return host_check.explain_ssh_failure(config, host, sys.executable, code, output)
 
     def suggest_after_probe_timeout(self, config: Config) -> str:
         return f"check whether `{config.launch.ssh} HOST true` ends"
@@ -239,11 +246,8 @@ def _make_node_command(
     words = [sys.executable, "-m", "echelon", "node", "--tether", "--nodes", str(len(hosts))]
     words += ["--node-rank", str(number), *(["--procs", str(procs)] if procs else [])]
     folders = (str(run.get_code_folder(host)), os.getcwd())
-    return tuple(
-        remote_command.make_argv(
-            config.launch, hosts[host].name, folders, [*words, str(run.folder)]
-        )
-    )
+    words = host_check.wrap_for_host(config, [*words, str(run.folder)])
+    return tuple(remote_command.make_argv(config.launch, hosts[host].name, folders, words))
 
 
 def _send_files(

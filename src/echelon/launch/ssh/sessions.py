@@ -49,7 +49,7 @@ class SshLaunchOutcome(NamedTuple):
 
 @dataclass(eq=False)
 class SshSession:
-    """The agent of one host, at the far end of an ssh."""
+    """The agent of one host, at the far end of an ssh, or in a container on this machine."""
 
     node: int
     host: str
@@ -61,6 +61,8 @@ class SshSession:
     """Whether it tries a host that was lost. What such a one prints before it takes part, mostly
     that the host cannot be reached, is not shown."""
     is_member: bool = True
+    is_here: bool = False
+    """Whether it is on this machine, so that there is no ssh and no host to name."""
 
     def __post_init__(self) -> None:
         assert self.process.stdout is not None
@@ -83,7 +85,8 @@ class SshSession:
     @property
     def is_lost(self) -> bool:
         """Whether it ended as no agent ends by itself: ssh failed, or somebody killed it."""
-        return self.code is None or self.code < 0 or self.code == SSH_FAILED or self.code > 128
+        has_ssh_failed = self.code == SSH_FAILED and not self.is_here
+        return self.code is None or self.code < 0 or has_ssh_failed or 128 < self.code < SSH_FAILED
 
 
 def start_session(
@@ -191,7 +194,8 @@ class SshSessions:
         if not session.is_member:
             return
         screen = session.streams[stream]
-        screen.write(f"{session.host:<{self._width}} │ {text}".rstrip() + "\n")
+        prefix = "" if session.is_here else f"{session.host:<{self._width}} │ "
+        screen.write(f"{prefix}{text}".rstrip() + "\n")
         screen.flush()
 
     def _handle_message(self, session: SshSession, message: dict[str, Any]) -> None:
@@ -344,7 +348,7 @@ def _make_silent_end_failure(session: SshSession) -> Failure:
     """Return the failure of a node whose agent did not live to report one."""
     who = f"node {session.node} ({session.host})"
     error_lines = [line for line in session.last_stderr_lines if line.startswith("error: ")]
-    if session.code == SSH_FAILED:
+    if session.code == SSH_FAILED and not session.is_here:
         last_lines = join_last_lines("\n".join(session.last_stderr_lines))
         summary = f"the connection to {who} is lost: {last_lines}"
     elif session.is_lost:
