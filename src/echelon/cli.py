@@ -128,6 +128,7 @@ SUBCOMMANDS = {
     "show": Subcommand("one run and its curves", "runs"),
     "board": Subcommand("one live page over runs, sweeps, jobs and machines", "board"),
     "plot": Subcommand("curves of several runs, as an image or a page", "runs"),
+    "notify": Subcommand("news of runs for your phone: try whether it arrives", "notify"),
     "note": Subcommand("a note and tags for a run", "runs"),
     "rm": Subcommand("move runs into the trash, and get them back", "removal"),
     "archive": Subcommand("take runs out of the lists, and back into them", "removal"),

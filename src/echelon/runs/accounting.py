@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 from echelon.runs.history import RoundRecord, RunHistory, RunPhase
@@ -89,7 +90,7 @@ def account_for_run(
     lost_s = dict.fromkeys(CAUSES, 0.0)
     restarts = requeues = 0
     for index, phase in enumerate(phases):
-        kind = STARTING if index == 0 else _classify_start(phases[index - 1], phase)
+        kind = STARTING if index == 0 else classify_start(phases[index - 1], phase)
         gap_s = max(0.0, phase.started - _get_end(phases[index - 1], now)) if index else 0.0
         starting_s = max(0.0, (phase.trained_since or _get_end(phase, now)) - phase.started)
         lost_s[kind] += gap_s
@@ -125,7 +126,7 @@ def account_for_run(
     )
 
 
-def _classify_start(before: RunPhase, phase: RunPhase) -> str:
+def classify_start(before: RunPhase, phase: RunPhase) -> str:
     """Return what the time between two starts was: restarts, queue or stopped, also where old
     histories do not say more."""
     if phase.attempt:
@@ -133,6 +134,14 @@ def _classify_start(before: RunPhase, phase: RunPhase) -> str:
     is_same_job = phase.job is not None and phase.job == before.job
     is_requeued = (phase.requeues or 0) > (before.requeues or 0)
     return QUEUE if is_same_job and is_requeued else STOPPED
+
+
+def count_starts_on_request(history: RunHistory) -> int:
+    """Return how often a person or a program asked for the run to start: restarts by agents and
+    by the queue do not count."""
+    phases = history.phases
+    pairs = pairwise(phases)
+    return bool(phases) + sum(classify_start(before, phase) == STOPPED for before, phase in pairs)
 
 
 def _get_end(phase: RunPhase, now: float) -> float:

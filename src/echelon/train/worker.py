@@ -39,6 +39,7 @@ from echelon.experiment.loading import call_function, takes_session
 from echelon.experiment.loss_check import PartInputError
 from echelon.experiment.training_info import find_info_parameter
 from echelon.gpus import count_visible_gpus
+from echelon.notify.news_process import NewsProcess, start_news
 from echelon.object_store.urls import is_url
 from echelon.parallel.join_world import join_world, publish_failure_to_agent
 from echelon.parallel.model_parallel import get_process_devices
@@ -158,6 +159,8 @@ class RankWorker:
         self.run: Run | None = None
         self.training: Training | SessionEngine | None = None
         self.mirror: SnapshotMirror | None = None
+        self.news: NewsProcess | None = None
+        """Where this process leads the run, and the run asks for news."""
         self.has_left_group = False
         """Whether the other ranks have left and no longer read the store."""
         self._rng_state: Tensor | None = None
@@ -249,6 +252,8 @@ class RankWorker:
             self.training.profile.discard_profile()
         self._close_mirror()
         self.output.close()
+        if self.news is not None:
+            self.news.close()
         if self.run is not None:
             release_run_folder(self.run)
 
@@ -582,6 +587,8 @@ class RankWorker:
         launcher = str(status.get("launcher") or "")
         submitted = self._is_submitted
         record_start(run, launcher, world.nodes, world.size, job, submitted, os.environ)
+        if not self.has_agent and not submitted:
+            self.news = start_news(run, self.config)
 
     @property
     def _is_submitted(self) -> bool:

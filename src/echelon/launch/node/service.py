@@ -25,6 +25,7 @@ from echelon.launch.node.invitation import remove_invitation
 from echelon.launch.node.lifeline import Lifeline
 from echelon.launch.node.membership import Member
 from echelon.launch.plan import NodeSpec, ReportNodes, make_program_words
+from echelon.notify.news_process import NewsProcess, start_news
 from echelon.runs import failure as failures
 from echelon.runs.failure import Failure
 from echelon.runs.history import record_start, record_stop, record_training
@@ -138,6 +139,8 @@ class _NodeService:
         self._rendezvous = FixedRendezvous(store, config.run.name or "echelon", node, config.launch)
         self._rendezvous.raise_if_failed = self._raise_if_failed
         self._run: Run | None = None
+        self._news: NewsProcess | None = None
+        self._has_left = False
 
     @property
     def leads(self) -> bool:
@@ -157,6 +160,8 @@ class _NodeService:
             if self._run is not None:
                 if self.leads:
                     remove_invitation(self._run)
+                if self._news is not None:
+                    self._news.close(is_over=self.leads and not self._has_left)
                 release_run_folder(self._run)
 
     def _run_agent(self, fork_server: ForkServer, resolve_run: ResolveRun) -> int:
@@ -165,6 +170,8 @@ class _NodeService:
         try:
             run = self._run = resolve_run(self._store, self._rendezvous.wait_for_key)
             self._record_start(run)
+            if self._node.rank == 0:
+                self._start_news(run)
             agent = self._make_agent(run, fork_server)
             result = agent.run()
         except _WorldFailed as verdict:
@@ -173,6 +180,7 @@ class _NodeService:
             self._lifeline.leave()
             return end.code
         except NodeLeft:
+            self._has_left = True
             self._lifeline.leave()
             return ExitCode.LEFT
         except Exception as error:  # a full disk, a store that went away: the other nodes must know
@@ -254,6 +262,12 @@ class _NodeService:
         else:
             self._launcher.record_node_start(run, node.node_count, world_size)
         start_writer_beats(run)
+
+    def _start_news(self, run: Run) -> None:
+        """Send the news of the run from here, unless whoever started this process does."""
+        is_within_command = not self._config.program and run == get_submitted_run(os.environ)
+        if not self._launcher.command_holds_folder and not is_within_command:
+            self._news = start_news(run, self._config, self._node.rank)
 
     def _record_program_start(self, run: Run) -> None:
         """Write the start of a program into its status and history. An experiment does so itself,
@@ -371,6 +385,7 @@ class _NodeService:
             with contextlib.suppress(EchelonError):
                 claim_run_folder(self._run, shares_with_command=self._launcher.command_holds_folder)
                 start_writer_beats(self._run)
+                self._start_news(self._run)
                 return
             time.sleep(_CLAIM_INTERVAL_S)
 
