@@ -126,6 +126,7 @@ SUBCOMMANDS = {
     "cancel": Subcommand("ask runs to save and end", "jobs"),
     "runs": Subcommand("what was trained, with which settings and results", "runs"),
     "show": Subcommand("one run and its curves", "runs"),
+    "cost": Subcommand("what runs cost: GPU-hours, energy, price", "cost"),
     "board": Subcommand("one live page over runs, sweeps, jobs and machines", "board"),
     "plot": Subcommand("curves of several runs, as an image or a page", "runs"),
     "notify": Subcommand("news of runs for your phone: try whether it arrives", "notify"),

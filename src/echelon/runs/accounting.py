@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from echelon.runs.history import RoundRecord, RunHistory, RunPhase
 
@@ -98,17 +98,12 @@ def account_for_run(
         restarts += kind == RESTARTS
         requeues += kind == QUEUE
     effective_s, steps_kept, steps_redone = 0.0, 0, 0
-    for phase, next_first_step in _iterate_with_next_first_step(history.training_phases):
-        standstill_s = sum(_measure_standstill_s(round_, phase, now) for round_ in phase.rounds)
-        stepping_s = max(0.0, _measure_trained_s(phase, now) - standstill_s)
-        made, redone = _count_steps(phase, step, next_first_step)
-        # A start that ended before its first step has made nothing that is kept.
-        redone_share = redone / made if made else float(phase.ended is not None)
-        lost_s[REPLACED_RANKS] += standstill_s
-        lost_s[REDONE_STEPS] += stepping_s * redone_share
-        effective_s += stepping_s * (1.0 - redone_share)
-        steps_kept += made - redone
-        steps_redone += redone
+    for times in measure_training(history, step, now):
+        lost_s[REPLACED_RANKS] += times.standstill_s
+        lost_s[REDONE_STEPS] += times.redone_s
+        effective_s += times.kept_s
+        steps_kept += times.steps_kept
+        steps_redone += times.steps_redone
     rounds = [round_ for phase in phases for round_ in phase.rounds]
     return RunAccounting(
         max(0.0, _get_end(phases[-1], now) - phases[0].started),
@@ -124,6 +119,30 @@ def account_for_run(
         sum(_measure_fewer_processes_s(phase, now) for phase in phases),
         dict(Counter(host for round_ in rounds for host in round_.hosts).most_common()),
     )
+
+
+class TrainingTimes(NamedTuple):
+    """What became of the training time of one phase."""
+
+    phase: RunPhase
+    kept_s: float
+    redone_s: float
+    standstill_s: float
+    steps_kept: int
+    steps_redone: int
+
+
+def measure_training(history: RunHistory, step: int | None, now: float) -> Iterator[TrainingTimes]:
+    """Yield the times of every phase that came as far as training, of a run that counts steps."""
+    for phase, next_first_step in _iterate_with_next_first_step(history.training_phases):
+        standstill_s = sum(_measure_standstill_s(round_, phase, now) for round_ in phase.rounds)
+        stepping_s = max(0.0, _measure_trained_s(phase, now) - standstill_s)
+        made, redone = _count_steps(phase, step, next_first_step)
+        # A start that ended before its first step has made nothing that is kept.
+        redone_share = redone / made if made else float(phase.ended is not None)
+        redone_s = stepping_s * redone_share
+        kept_s = stepping_s * (1.0 - redone_share)
+        yield TrainingTimes(phase, kept_s, redone_s, standstill_s, made - redone, redone)
 
 
 def classify_start(before: RunPhase, phase: RunPhase) -> str:

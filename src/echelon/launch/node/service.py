@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, ExitCode
 from echelon.gpus import count_visible_gpus
+from echelon.gpus.energy import EnergyMeter
 from echelon.launch.launcher import Launcher
 from echelon.launch.node.fork_server import ForkServer
 from echelon.launch.node.invitation import remove_invitation
@@ -35,6 +36,7 @@ from echelon.runs.writer import claim_run_folder, release_run_folder, start_writ
 from echelon.tracking.summary import format_rows
 from echelon.utils.files import read_json_object
 from echelon.utils.imports import pause_garbage_collection
+from echelon.utils.processes import count_cores
 from echelon.world.network_key import derive_key, read_key
 from echelon.world.sealed_store import SealedStore, derive_store_key
 
@@ -140,6 +142,7 @@ class _NodeService:
         self._rendezvous.raise_if_failed = self._raise_if_failed
         self._run: Run | None = None
         self._news: NewsProcess | None = None
+        self._energy: EnergyMeter | None = None
         self._has_left = False
 
     @property
@@ -160,6 +163,8 @@ class _NodeService:
             if self._run is not None:
                 if self.leads:
                     remove_invitation(self._run)
+                if self._energy is not None:
+                    self._energy.close()
                 if self._news is not None:
                     self._news.close(is_over=self.leads and not self._has_left)
                 release_run_folder(self._run)
@@ -172,6 +177,10 @@ class _NodeService:
             self._record_start(run)
             if self._node.rank == 0:
                 self._start_news(run)
+            if not self._is_within_command(run):  # whose agent measures already
+                devices = self._node.procs * self._config.replica.devices
+                counted = None if self._config.program else devices
+                self._energy = EnergyMeter(run.energy_folder, os.environ, counted)
             agent = self._make_agent(run, fork_server)
             result = agent.run()
         except _WorldFailed as verdict:
@@ -257,7 +266,7 @@ class _NodeService:
             return
         run.membership_file.unlink(missing_ok=True)
         remove_invitation(run)
-        if not self._config.program and run == get_submitted_run(os.environ):
+        if self._is_within_command(run):
             run.update_status(world=world_size)
         else:
             self._launcher.record_node_start(run, node.node_count, world_size)
@@ -265,9 +274,12 @@ class _NodeService:
 
     def _start_news(self, run: Run) -> None:
         """Send the news of the run from here, unless whoever started this process does."""
-        is_within_command = not self._config.program and run == get_submitted_run(os.environ)
-        if not self._launcher.command_holds_folder and not is_within_command:
+        if not self._launcher.command_holds_folder and not self._is_within_command(run):
             self._news = start_news(run, self._config, self._node.rank)
+
+    def _is_within_command(self, run: Run) -> bool:
+        """Return whether a submitted command has started this training, and is this run."""
+        return not self._config.program and run == get_submitted_run(os.environ)
 
     def _record_program_start(self, run: Run) -> None:
         """Write the start of a program into its status and history. An experiment does so itself,
@@ -277,7 +289,11 @@ class _NodeService:
             run.update_status(state="running")
             job = run.read_status_file().get("job")
             world_size = node.node_count * node.procs
-            record_start(run, self._launcher.name, node.node_count, world_size, job)
+            gpus = count_visible_gpus(os.environ) * node.node_count
+            threads = self._config.launch.threads or (1 if node.procs > 1 else None)
+            cpus = count_cores(node.procs, threads) * node.node_count
+            name = self._launcher.name
+            record_start(run, name, node.node_count, world_size, job, gpus=gpus, cpus=cpus)
             record_training(run, None, None)
 
     def _record_program_end(self, run: Run, state: str) -> None:
