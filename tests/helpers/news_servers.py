@@ -28,13 +28,14 @@ class WebSink:
     """Where it redirects to."""
     is_stuck: bool = False
     """Whether it takes requests and never answers."""
+    host: str = LOOPBACK
     port: int = 0
     received: list[dict[str, Any]] = field(default_factory=list)
     released: threading.Event = field(default_factory=threading.Event)
 
     @property
     def url(self) -> str:
-        return f"http://{LOOPBACK}:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def events(self) -> list[str]:
@@ -67,7 +68,7 @@ def serve_web(**faults: Any) -> Iterator[WebSink]:
 
         def log_message(self, *arguments: Any) -> None: ...
 
-    server = ThreadingHTTPServer((LOOPBACK, 0), Handler)
+    server = ThreadingHTTPServer((sink.host, 0), Handler)
     sink.port = server.server_address[1]
     with _in_thread(server):
         yield sink

@@ -12,6 +12,8 @@ import pytest
 from news_servers import LOOPBACK, make_certificate, refusing_port, serve_mail, serve_web
 from run_folders import echelon
 
+from echelon.config.compose import compose
+from echelon.config.defaults_files import load_defaults
 from echelon.config.schema import MailConfig, NotifyConfig
 from echelon.notify import channel, deliver, http_post, mail
 from echelon.notify.deliver import Delivery
@@ -215,6 +217,7 @@ def test_secrets_come_from_a_file_of_ones_own_too(
         (["notify=[webhook,phone]"], "'phone' is not one of its choices"),
         (["notify=mail", "notify.mail.to=['a@b>\\nBcc: c@d']"], "is not an address"),
         (["notify=mail", "notify.mail.server=http://here/"], "is not HOST or HOST:PORT"),
+        (["notify='https://here/SECRET'"], "has an address, where names belong"),
         (["notify.stalled_minutes=0"], "is not above 0"),
         ([], "no channel is chosen"),
         (["trainer.epochs=2"], "is not a setting of news"),
@@ -232,6 +235,29 @@ def test_mistakes_are_faults(
     assert code == 2
     assert says in err
     assert "hint:" in err
+    assert "SECRET" not in err
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "kind", "channels"),
+    [
+        ("notify: [mail, desktop]", [], "local", ["mail", "desktop"]),
+        ("notify: [mail, desktop]", [], "slurm", ["mail"]),  # a job has no desktop
+        ("notify: mail", ["notify=[]"], "local", []),
+        ("notify: mail", ["notify=none"], "local", []),
+        ("notify:\n  to: slack", ["notify=[webhook]"], "local", ["webhook"]),
+        ("notify:\n  mail:\n    to: me@here.org", ["notify=mail"], "local", ["mail"]),
+    ],
+)
+def test_what_is_typed_wins_over_echelon_yaml(
+    file: str, words: list[str], kind: str, channels: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "echelon.yaml").write_text(file)
+    defaults = load_defaults({}, [tmp_path])
+    config = compose([f"launch={kind}", *words], defaults=defaults)
+    assert config.notify.to == channels
+    if "me@" in file:
+        assert config.notify.mail.to == ["me@here.org"]
 
 
 def test_an_address_that_is_none_is_not_shown(

@@ -259,3 +259,13 @@ def test_without_runs_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         0,
         "no run has cost anything, of those that were asked for\n",
     )
+
+
+def test_gpus_that_a_cluster_does_not_account_for_are_those_that_the_run_saw(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path / "runs", "a", lines())
+    write_phases(run, (STARTED + 3, STARTED + 100, 0, 20), gpus=2, job="7")
+    account = JobAccount([JobStart(STARTED, STARTED + 110, 0, 16, None)])
+    (found,) = compute_costs([RunUse.read(run, False, NOW)], TimeWindow(), {"7": account})
+    assert (found.gpu_s[STEPPING], found.gpu_s[IDLE], found.cpu_hours) == (194, 20, 0)

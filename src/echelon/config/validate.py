@@ -563,7 +563,13 @@ def _check_notify(config: Config) -> Iterator[Fault]:
         ("events", notify.events, NEWS_EVENTS),
     ):
         for value in values:
-            if value not in known:
+            if "://" in value:  # it is often a secret, and this sentence goes into logs
+                yield Fault(
+                    f"notify.{key} has an address, where names belong",
+                    "write notify=webhook or notify=slack, and put the address into "
+                    "ECHELON_WEBHOOK_URL or ECHELON_SLACK_URL",
+                )
+            elif value not in known:
                 yield Fault(
                     f"notify.{key}: {value!r} is not one of its choices",
                     suggest_nearest(value, known),

@@ -22,7 +22,7 @@ from echelon.runs.energy import read_energy
 from echelon.runs.history import RunHistory, RunPhase, read_history
 from echelon.runs.metrics_summary import load_summary
 from echelon.runs.run_folder import Run
-from echelon.runs.slurm_accounts import JobAccount
+from echelon.runs.slurm_accounts import JobAccount, JobUse
 from echelon.runs.status import FolderFacts
 
 STEPPING, WAITING, LOST, IDLE, OTHER = "stepping", "waiting", "lost", "idle", "other"
@@ -281,17 +281,20 @@ def _compute_cost(
     shares_of_jobs: Mapping[str, float],
 ) -> RunCost:
     cost = RunCost(runs=1, is_active=use.is_active)
+    seen_gpus: dict[str, int] = {}
     spent_in_job = {job: dict.fromkeys(USES, 0.0) for job in shares_of_jobs}
     for each in phases:
         spent, job = each.spend(window), str(each.phase.job)
         if each.phase.job in accounts:
             _add_seconds(spent_in_job[job], spent)
+            seen_gpus[job] = max(seen_gpus.get(job, 0), each.devices if each.is_gpu else 0)
             continue
         _add_seconds(cost.gpu_s if each.is_gpu else cost.cpu_s, spent)
         cost.sources |= {HISTORY} if sum(spent.values()) else set()
         cost.is_estimate |= each.is_estimate
     for job, spent in spent_in_job.items():
-        _add_job(cost, accounts[job], spent, shares_of_jobs[job], window, use.now)
+        held = accounts[job].measure(*window, use.now, seen_gpus.get(job, 0))
+        _add_job(cost, held, spent, shares_of_jobs[job])
     cost.queue_s = _measure_queue_s(use.history, window)
     _add_measured_energy(cost, use, window)
     return cost
@@ -299,25 +302,22 @@ def _compute_cost(
 
 def _add_job(
     cost: RunCost,
-    account: JobAccount,
+    held: JobUse,
     spent: SecondsByUse,
     share: float,
-    window: TimeWindow,
-    now: float,
 ) -> None:
     """Add what a run has had of a job: what it spent there, and its share of the rest."""
-    gpu_s, cpu_s, energy_j = account.measure(window.since, window.until, now)
-    held_s = (gpu_s or cpu_s) * share
+    held_s = (held.gpu_s or held.cpu_s) * share
     used_s = sum(spent.values())
     if used_s > held_s:  # clocks of hosts differ; the accounts are what is paid for
         scale = held_s / used_s
         spent = {name: seconds * scale for name, seconds in spent.items()}
     else:
         spent = spent | {IDLE: spent[IDLE] + held_s - used_s}
-    _add_seconds(cost.gpu_s if gpu_s else cost.cpu_s, spent)
+    _add_seconds(cost.gpu_s if held.gpu_s else cost.cpu_s, spent)
     cost.sources |= {ACCOUNTS} if held_s else set()
-    if energy_j is not None:
-        cost.energy_j = (cost.energy_j or 0.0) + energy_j * share
+    if held.joules is not None:
+        cost.energy_j = (cost.energy_j or 0.0) + held.joules * share
 
 
 def _add_measured_energy(cost: RunCost, use: RunUse, window: TimeWindow) -> None:

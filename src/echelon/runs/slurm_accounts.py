@@ -30,24 +30,32 @@ class JobStart(NamedTuple):
     """Of its nodes; None where the cluster does not measure it."""
 
 
+class JobUse(NamedTuple):
+    """What a job held within a time."""
+
+    gpu_s: float
+    cpu_s: float
+    joules: float | None
+
+
 @dataclass
 class JobAccount:
     """All allocations of one job."""
 
     starts: list[JobStart] = field(default_factory=list)
 
-    def measure(self, since: float, until: float, now: float) -> tuple[float, float, float | None]:
-        """Return the seconds of GPUs and of cores that it held within a time, and the energy in
-        joules."""
+    def measure(self, since: float, until: float, now: float, gpus: int = 0) -> JobUse:
+        """Return what it held within a time. ``gpus`` is how many its run saw, for a cluster that
+        does not account for GPUs (AccountingStorageTRES)."""
         gpu_s, cpu_s, joules = 0.0, 0.0, None
         for each in self.starts:
             ended = now if each.ended is None else each.ended
             held_s = max(0.0, min(ended, until) - max(each.started, since))
-            gpu_s += held_s * each.gpus
+            gpu_s += held_s * (each.gpus or gpus)
             cpu_s += held_s * each.cpus
             if each.joules is not None and ended > each.started:
                 joules = (joules or 0.0) + each.joules * held_s / (ended - each.started)
-        return gpu_s, cpu_s, joules
+        return JobUse(gpu_s, cpu_s, joules)
 
 
 class SlurmAccounts(NamedTuple):
