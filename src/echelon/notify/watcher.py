@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from echelon.config.schema import Config
+from echelon.errors import EchelonError
 from echelon.notify.deliver import deliver, warn_of_failures
 from echelon.notify.events import News, NewsFinder, find_end
 from echelon.notify.news_process import END_WORD
@@ -24,6 +25,7 @@ from echelon.notify.record import NewsRecord
 from echelon.notify.run_view import RunView
 from echelon.runs.run_folder import Run
 from echelon.runs.writer import find_writing_process
+from echelon.utils.text import print_to_stderr
 
 _POLL_S = 1.0
 _KILLED_WAIT_S = 2.0
@@ -38,7 +40,12 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     run, node = Run(Path(sys.argv[1])), int(sys.argv[2])
-    RunWatcher(run, run.read_launch_config(), os.environ, node).watch()
+    try:
+        config = run.read_launch_config()
+    except EchelonError as error:
+        print_to_stderr(f"warning: notify: no news is sent: {error.faults[0].what}")
+        return
+    RunWatcher(run, config, os.environ, node).watch()
 
 
 class RunWatcher:
