@@ -24,6 +24,7 @@ CANARY = "c4nary-of-a-secret"
 @pytest.fixture
 def at_accounted(accounted: TestCluster, tmp_path: Path) -> Iterator[CommandLine]:
     with open_command_line(accounted, tmp_path) as opened:
+        opened.variables |= news_servers.DIRECTLY
         yield opened
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 LOOPBACK = "127.0.0.1"
+DIRECTLY = {"no_proxy": "*"}
+"""The surroundings of tests may have a proxy for packages, which does not reach loopback."""
 
 
 @dataclass

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from news_servers import LOOPBACK, make_certificate, refusing_port, serve_mail, serve_web
+from news_servers import DIRECTLY, LOOPBACK, make_certificate, refusing_port, serve_mail, serve_web
 from run_folders import echelon
 
 from echelon.config.compose import compose
@@ -21,6 +21,12 @@ from echelon.notify.message import Message, make_message
 
 CANARY = "c4nary-of-a-secret"
 MESSAGE = make_message("failed", "a", "a failed", ["rank 0: out of memory", "host here"])
+
+
+@pytest.fixture(autouse=True)
+def _directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in DIRECTLY.items():
+        monkeypatch.setenv(name, value)
 
 
 def send(config: NotifyConfig, message: Message = MESSAGE, **env: str) -> Delivery:

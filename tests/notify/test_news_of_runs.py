@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import FAULTY
 from command_runner import ECHELON, TWO, until
-from news_servers import LOOPBACK, refusing_port, serve_web
+from news_servers import DIRECTLY, LOOPBACK, refusing_port, serve_web
 from worlds import run_forked, started_forked
 
 from echelon.runs.run_folder import Run
@@ -44,7 +44,7 @@ def test_a_run_that_is_restarted_tells_its_start_and_its_end_once(tmp_path: Path
         secrets.chmod(0o600)
         fault = ("fault=kill", "on=1", f"once={tmp_path}/once", "launch.max_restarts=1")
         words = (*TRAIN, *TWO, *fault, ALONE, "notify=webhook", f"launch.secrets={secrets}")
-        done = run_forked(words, tmp_path)
+        done = run_forked(words, tmp_path, **DIRECTLY)
     assert done.code == 0, done.output
     assert sink.events == ["started", "finished"]
     finished = sink.received[1]
@@ -61,7 +61,7 @@ def test_a_killed_rank_is_the_cause_and_a_dead_server_costs_one_warning(tmp_path
             "ECHELON_SLACK_URL": f"http://{LOOPBACK}:{port}/{CANARY}",
         }
         words = (*TRAIN, *TWO, "fault=kill", "on=1", ALONE, "notify=[webhook,slack]")
-        done = run_forked(words, tmp_path, **addresses)
+        done = run_forked(words, tmp_path, **DIRECTLY, **addresses)
     assert done.code == 1, done.output
     assert sink.events == ["started", "failed"]
     cause = Run(tmp_path / "runs" / "a").read_status_file()["failure"]["summary"]
@@ -76,7 +76,7 @@ def test_a_killed_rank_is_the_cause_and_a_dead_server_costs_one_warning(tmp_path
 def test_whoever_led_the_run_is_killed_and_it_is_told(tmp_path: Path) -> None:
     with serve_web() as sink:
         words = (*TRAIN, *TWO, "fault=kill agent", "notify=webhook", "trainer.epochs=9999")
-        with started_forked(words, tmp_path, ECHELON_WEBHOOK_URL=sink.url) as command:
+        with started_forked(words, tmp_path, **DIRECTLY, ECHELON_WEBHOOK_URL=sink.url) as command:
             until(lambda: len(sink.received) == 2, 300, "two messages", command.describe)
     assert sink.events == ["started", "failed"]
     assert sink.received[1]["lines"][0] == "the process that led it was killed"
@@ -88,7 +88,7 @@ def test_a_loss_that_is_not_finite_in_this_process_and_a_stuck_server(tmp_path: 
         words = (*TRAIN, "fault=error", "phase=nan", "notify=webhook")
         run = Run(tmp_path / "runs" / "a")
         url = f"{sink.url}/{CANARY}"
-        with started_forked(words, tmp_path, ECHELON_WEBHOOK_URL=url) as command:
+        with started_forked(words, tmp_path, **DIRECTLY, ECHELON_WEBHOOK_URL=url) as command:
             until(lambda: sink.received, 300, "a message", command.describe)
             assert [words for words in list_commands() if CANARY in words] == []
             said = until(lambda: run.read_status_file().get("failure"), 300, "the end")
@@ -114,7 +114,7 @@ def test_a_sweep_is_told_as_a_whole(tmp_path: Path) -> None:
     with serve_web() as sink:
         quick = ("samples=32", "eval_samples=16", "trainer.epochs=1", "notify=webhook")
         words = (*ECHELON, "sweep", "s.yml", "--name", "s", *quick)
-        done = run_forked(words, tmp_path, ECHELON_WEBHOOK_URL=f"{sink.url}/{CANARY}")
+        done = run_forked(words, tmp_path, **DIRECTLY, ECHELON_WEBHOOK_URL=f"{sink.url}/{CANARY}")
     assert done.code == 0, done.output
     assert sink.events == ["started", "finished"]
     assert [body["run"] for body in sink.received] == ["s", "s"]

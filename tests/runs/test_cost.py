@@ -232,6 +232,19 @@ def test_runs_are_added_up_by_sweep_and_by_user(
     assert [row["run"] for row in json.loads(out)["rows"]] == ["lr-0", "lr-1"]
 
 
+def test_show_has_a_line_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "runs", "a", lines())
+    write_phases(run, (STARTED + 3, STARTED + 3600, 0, 40), gpus=8)
+    run.energy_folder.mkdir()
+    energy = {"started": STARTED, "updated": STARTED + 60, "joules": {"a": 7.2e6}}
+    (run.energy_folder / "h-1.json").write_text(json.dumps(energy))
+    _, out, _ = echelon(capsys, "show", "a")
+    (line,) = [line for line in out.splitlines() if line.startswith("  cost ")]
+    assert line.split(maxsplit=1)[1] == "8 GPU-hours, 99.9 % stepping, 0.1 % waiting, 2 kWh"
+    _, out, _ = echelon(capsys, "show", "a", "--json")
+    assert json.loads(out)["cost"]["gpu_hours"] == 8
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -39,7 +39,13 @@ class Desktop:
         words = [_PROGRAM, "--app-name=echelon", "--", message.subject, message.text]
         try:
             done = subprocess.run(
-                words, env=dict(env), capture_output=True, text=True, timeout=TRY_S, check=False
+                words,
+                env=dict(env),
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=TRY_S,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ChannelError(f"{_PROGRAM}: {type(error).__name__}") from None

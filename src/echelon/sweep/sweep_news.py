@@ -24,6 +24,7 @@ class SweepNews:
         self._sweep = sweep
         self._config: NotifyConfig | None = None
         self._secrets_file: str | None = None
+        self._first: threading.Thread | None = None
 
     def take_from(self, config: Config) -> Config:
         """Return the configuration of a trial, which sends no news of its own, and tell that the
@@ -31,13 +32,15 @@ class SweepNews:
         if config.notify.to and self._config is None:
             self._config, self._secrets_file = config.notify, config.launch.secrets
             # In a thread: no trial waits for a server.
-            threading.Thread(target=self._tell_start, daemon=True, name="notify").start()
+            self._first = threading.Thread(target=self._tell_start, daemon=True, name="notify")
+            self._first.start()
         return replace(config, notify=replace(config.notify, to=[]))
 
     def tell_end(self) -> None:
         """Tell that there are no more trials, with the best one."""
-        if self._config is None:  # this worker came when all was done
+        if self._config is None or self._first is None:  # this worker came when all was done
             return
+        self._first.join()  # which has a limit of its own
         report = build_report(TrialStore(self._sweep), with_importance=False)
         event = "failed" if report.stop_reason and report.best is None else "finished"
         counts = report.count_states()
