@@ -101,7 +101,13 @@ class Layout:
     def _accounting_host(self) -> str:
         """Return the lines of slurm.conf for slurmdbd; with munge the password is its socket."""
         socket = f"{self.folder}/munge/socket"
-        return f"AccountingStorageHost={self.controller}\nAccountingStoragePass={socket}"
+        return "\n".join(
+            [
+                f"AccountingStorageHost={self.controller}",
+                f"AccountingStoragePass={socket}",
+                "AccountingStorageTRES=gres/gpu",  # beside cores and memory
+            ]
+        )
 
     def check(self) -> None:
         """Raise one sentence if no cluster can be made with these settings."""

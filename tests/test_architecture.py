@@ -37,6 +37,7 @@ LEVELS = {
     "data": 2,
     "optim": 2,
     "tracking": 2,
+    "notify": 2,
     "launch": 2,
     "environments": 2,
     "experiment": 3,
@@ -70,6 +71,8 @@ BESIDE = {
     ("config", "object_store"),
     ("runs", "object_store"),
     ("launch", "tracking"),
+    ("launch", "notify"),
+    ("notify", "tracking"),
     ("preflight", "doctor"),
     ("submission", "sweep"),
     ("login", "submission"),
@@ -407,6 +410,7 @@ def test_a_local_launch_imports_no_other_way_to_train(tmp_path: Path) -> None:
         *("launch.slurm", "launch.ssh", "launch.env", "launch.network_interface", "hosts"),
         *("cudagraph", "parallel.fsdp_replica", "parallel.layer_blocks", "preflight"),
         *("tracking.background", "tracking.wandb_run", "tracking.tensorboard_events"),
+        *("notify.watcher", "notify.registry"),
         *("snapshot.distributed_writer", "train.wandb_trial", "monitoring.out_of_memory"),
     ]
     assert loaded & {f"echelon.{module}" for module in others} == set()

@@ -187,6 +187,11 @@ def _plan_run(
     if faults := launcher.find_config_faults(config, plan, machine):
         raise EchelonError(*faults)
     launcher.check_trackers(config, plan, machine)
+    if config.notify.to and not dry_run:
+        from echelon.launch.launcher import read_launch_secrets
+        from echelon.notify.registry import require_channels
+
+        require_channels(config.notify, os.environ | read_launch_secrets(config, dry_run))
     return config, plan
 
 

@@ -6,7 +6,7 @@
    cuda 12040
    gpu  name=NVIDIA_H200 uuid=GPU-0 use=97 total=1 used=1 reserved=0 temp=64 power=612000 limit=700000
         fan=30 code=15 handle=15 lists=4 wide=1 grow=1 mig=1 capability=90 errors=1 rows=1
-        pending=1 pages=1
+        pending=1 pages=1 energy=1
         (- or nothing: not supported; code: of every question; handle: of getting hold of it;
         lists: of its process lists; rows, pending: remapped for
         uncorrected errors, and still to be; pages: still to be retired; wide: entries of 32 bytes; grow: more have come
@@ -31,7 +31,7 @@ enum { MOST = 512 };
 typedef struct {
   char name[96], uuid[96];
   long long use, total, used, reserved, temp, power, limit, fan, code, handle, lists, wide, grow, mig;
-  long long capability, errors, rows, pending, pages;
+  long long capability, errors, rows, pending, pages, energy;
   int parent; /* of a slice; -1 of a GPU */
 } Device;
 typedef struct { long long on, pid, memory, slice, draws, once, told; } Process;
@@ -72,7 +72,7 @@ static Device device(char *line, int parent) {
   d.grow = number(line, "grow", 0), d.mig = number(line, "mig", 0);
   d.capability = number(line, "capability", 90), d.errors = number(line, "errors", ABSENT);
   d.rows = number(line, "rows", ABSENT), d.pending = number(line, "pending", 0);
-  d.pages = number(line, "pages", ABSENT);
+  d.pages = number(line, "pages", ABSENT), d.energy = number(line, "energy", ABSENT);
   return d;
 }
 static void read_scene(void) {
@@ -123,6 +123,12 @@ int nvmlDeviceGetUUID(Device *d, char *out, unsigned size) { snprintf(out, size,
 int nvmlDeviceGetUtilizationRates(Device *d, unsigned *out) { out[1] = 0; return tell(d, d->use, out); }
 int nvmlDeviceGetTemperature(Device *d, int sensor, unsigned *out) { (void)sensor; return tell(d, d->temp, out); }
 int nvmlDeviceGetPowerUsage(Device *d, unsigned *out) { return tell(d, d->power, out); }
+int nvmlDeviceGetTotalEnergyConsumption(Device *d, unsigned long long *out) {
+  read_scene();
+  if (d->code || d->energy == ABSENT) return d->code ? d->code : NOT_SUPPORTED;
+  *out = d->energy; /* mJ */
+  return OK;
+}
 int nvmlDeviceGetEnforcedPowerLimit(Device *d, unsigned *out) { return tell(d, d->limit, out); }
 int nvmlDeviceGetPowerManagementLimit(Device *d, unsigned *out) { return tell(d, d->limit, out); }
 int nvmlDeviceGetFanSpeed(Device *d, unsigned *out) { return tell(d, d->fan, out); }

@@ -91,7 +91,8 @@ launcher, job, host, nodes, world, step, total_steps, settings: {those that are 
 tags, user_note, phases: [{started, ended, launcher, host, job, nodes, processes, first_step,
 last_step, trained_s, samples_per_s, cause}], one for each start of the run,
 metrics: {name: {is: min or max, best, best_step, last, last_step, count}},
-snapshots: [{step, best, folder}], files: {name: path}}. What is not known is null.""",
+snapshots: [{step, best, folder}], files: {name: path}, cost: {as `echelon cost --json` has it, by
+the run's history}}. What is not known is null.""",
     )
     parser.add_argument("run", help="a name, a folder, or `latest`")
     parser.add_argument("--json", action="store_true")

@@ -40,6 +40,8 @@ from echelon.config.validate import find_faults
 from echelon.errors import EchelonError, Fault, suggest_nearest
 
 GROUPS = ("experiment", "launch", "trainer", "track")
+_LISTS_OF_ONE = (("notify", "to"), ("notify", "events"), ("notify", "mail", "to"))
+"""Lists of which a single word may be typed: notify=mail."""
 
 
 @dataclass(frozen=True)
@@ -289,6 +291,10 @@ def _add_override(given: GivenValues, override: Override, faults: list[Fault]) -
         return
     value = override.value()
     path = tuple(key.split("."))
+    if path == ("notify",):  # notify=[mail,slack] is short for its only setting that is often typed
+        path = ("notify", "to")
+    if path in _LISTS_OF_ONE and not isinstance(value, list):
+        value = [] if value in (None, "none") else [value]
     given.set_value(path, value, f"{key}={format_value(value)}")
     if override.is_add() and expand_path(path)[0] == "experiment":
         given.added_names.add(expand_path(path)[1])

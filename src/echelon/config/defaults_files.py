@@ -11,11 +11,11 @@ import re
 import stat
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from echelon.config.schema import LaunchConfig
+from echelon.config.schema import LaunchConfig, MailConfig, NotifyConfig
 from echelon.config.validate import LAUNCHER_ONLY_KEYS, SEVERAL_NODES_KEYS
 from echelon.errors import EchelonError, Fault, suggest_nearest
 from echelon.utils.os_errors import format_os_error_reason
@@ -24,8 +24,10 @@ FILE_NAME = "echelon.yaml"
 """The same name in a project's folder and in the user's configuration folder."""
 _VARIABLES = {"wandb.entity": "WANDB_ENTITY", "wandb.project": "WANDB_PROJECT"}
 """Settings of wandb, by the environment variable that carries each to it."""
-_SHORT_KEYS = {"secrets": "launch.secrets"}
+_SHORT_KEYS = {"secrets": "launch.secrets", "notify": "notify.to"}
 """Shorter names for the same settings."""
+GPU_HOUR_PRICE = "cost.gpu_hour_price"
+"""What an hour of a GPU costs, for `echelon cost`: a number, perhaps with a currency behind it."""
 _SECRET_NAME = re.compile(r"key|token|passw|secret|credential", re.IGNORECASE)
 """Names of settings that suggest a secret."""
 _TOKEN = r"(wandb_v1_|sk-|gh[ps]_|hf_)[A-Za-z0-9_-]{16,}"
@@ -48,6 +50,8 @@ class FileDefaults:
     """Settings of the launcher, by their dotted keys."""
     variables: Mapping[str, str]
     """Environment variables, to be set unless they are set already."""
+    others: Mapping[str, DefaultValue] = field(default_factory=dict)
+    """News and prices, by their dotted keys."""
 
     def select_for_launcher(self, kind: str) -> dict[str, DefaultValue]:
         """Return the defaults without those that only other launchers read.
@@ -59,7 +63,11 @@ class FileDefaults:
             other |= {"procs", "max_restarts"}
         if kind in ("inline", "local"):
             other |= set(SEVERAL_NODES_KEYS)
-        return {k: v for k, v in self.launch.items() if k.removeprefix("launch.") not in other}
+        kept = {k: v for k, v in self.launch.items() if k.removeprefix("launch.") not in other}
+        news = {k: v for k, v in self.others.items() if k.startswith("notify.")}
+        if kind == "slurm" and (to := news.get("notify.to")):  # jobs have no desktop
+            news["notify.to"] = to._replace(value=[c for c in to.value if c != "desktop"])
+        return kept | news
 
 
 NO_DEFAULTS = FileDefaults({}, {})
@@ -69,20 +77,22 @@ def load_defaults(env: Mapping[str, str], folders: Sequence[Path]) -> FileDefaul
     """Read the user's file and those in the folders; raise one EchelonError with all faults."""
     launch: dict[str, DefaultValue] = {}
     variables: dict[str, str] = {}
+    others: dict[str, DefaultValue] = {}
     faults: list[Fault] = []
     for file in find_files(env, folders):
         for key, value in _read_file(file, faults):
             if key in _VARIABLES:
                 variables[_VARIABLES[key]] = str(value.value)
             else:
-                launch[_SHORT_KEYS.get(key, key)] = value
+                key = _SHORT_KEYS.get(key, key)
+                (launch if key.startswith("launch.") else others)[key] = value
     if secrets_file := launch.get("launch.secrets"):
         folder = Path(secrets_file.location.rpartition(":")[0]).parent
         path = folder / Path(str(secrets_file.value)).expanduser()
         launch["launch.secrets"] = secrets_file._replace(value=str(path))
     if faults:
         raise EchelonError(*faults)
-    return FileDefaults(launch, variables)
+    return FileDefaults(launch, variables, others)
 
 
 def find_files(env: Mapping[str, str], folders: Sequence[Path]) -> list[Path]:
@@ -126,8 +136,18 @@ def _read_file(file: Path, faults: list[Fault]) -> Iterator[tuple[str, DefaultVa
 
 def _list_known_keys() -> set[str]:
     """Return the settings that may have a default."""
-    fields = {f"launch.{f.name}" for f in dataclasses.fields(LaunchConfig) if f.name != "kind"}
-    return {*fields, *_VARIABLES, *_SHORT_KEYS}
+    return {*_list_hints(), *_VARIABLES, *_SHORT_KEYS, GPU_HOUR_PRICE} - {"launch.kind"}
+
+
+def _list_hints() -> dict[str, str]:
+    """Return the declared types of the settings that are fields of the schema, as text."""
+    sections = {"launch": LaunchConfig, "notify": NotifyConfig, "notify.mail": MailConfig}
+    return {
+        f"{prefix}.{name}": str(hint)
+        for prefix, section in sections.items()
+        for name, hint in typing.get_type_hints(section).items()
+        if not dataclasses.is_dataclass(hint)
+    }
 
 
 def _iter_leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -169,7 +189,10 @@ def _parse_value(key: str, node: Any) -> Any:
 
     if isinstance(node, yaml.SequenceNode):
         return [str(item.value) for item in node.value]
-    hint = str(typing.get_type_hints(LaunchConfig).get(key.removeprefix("launch."), str))
+    key = _SHORT_KEYS.get(key, key)
+    hint = _list_hints().get(key, "str")
+    if key.startswith("notify.") and "list" in hint:  # one is short for a list of one
+        return [] if node.value in ("", "none") else [str(node.value)]
     is_text = "str" in hint and "list" not in hint and "int" not in hint
     if is_text and node.tag != "tag:yaml.org,2002:null":
         return str(node.value)

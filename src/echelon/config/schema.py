@@ -26,6 +26,11 @@ BAD_SAMPLE_CHOICES = ("raise", "skip")
 REPLICA_KINDS = ("ddp", "fsdp")
 BEST_DIRECTIONS = ("auto", "min", "max")
 WANDB_MODES = ("online", "offline", "disabled")
+NEWS_CHANNELS = ("webhook", "mail", "desktop", "slack")
+NEWS_EVENTS = (
+    *("started", "finished", "failed", "stopped", "nan", "stalled"),
+    *("requeued", "queued", "lost", "best"),
+)
 
 
 @dataclass(frozen=True)
@@ -360,6 +365,47 @@ class TrackConfig:
 
 
 @dataclass(frozen=True)
+class MailConfig:
+    """Mail with news of a run. A password is the variable ECHELON_SMTP_PASSWORD."""
+
+    to: list[str] = field(default_factory=list)
+    """Who gets it, such as [me@example.org]; default: you on this machine, by its sendmail."""
+    sender: str | None = None
+    """From whom it is; default: notify.mail.user if that is an address, else you at this host."""
+    server: str | None = None
+    """HOST or HOST:PORT of an SMTP server; default: the program `sendmail` of the machine. With
+    port 465 it is encrypted from the start, else as soon as the server offers it (STARTTLS)."""
+    user: str | None = None
+    """With whose name to log in there; default: without logging in."""
+
+
+@dataclass(frozen=True)
+class NotifyConfig:
+    """News of a run, for your phone; see `echelon notify --help`. Addresses that are secret, and
+    passwords, are variables or in the file of launch.secrets, never settings."""
+
+    to: list[str] = field(default_factory=list)
+    """Where news goes: webhook, mail, desktop, slack, or several; notify=[mail,slack] is short for
+    it, and notify=[] sends none."""
+    events: list[str] = field(default_factory=list)
+    """What is told, by default all but best: started, finished, failed, stopped, nan (a number that
+    is not finite), stalled (no progress), requeued (too often), queued (for long), lost (ranks or
+    machines), best (a better value, at most once an hour)."""
+    stalled_minutes: float = 30.0
+    """stalled: so long without a new step."""
+    requeues: int = 3
+    """requeued: so many times within 24 hours, restarts of the workers included."""
+    queued_minutes: float = 60.0
+    """queued: so long in Slurm's queue."""
+    mail: MailConfig = field(default_factory=MailConfig)
+
+    @property
+    def told_events(self) -> list[str]:
+        """What is told, of NEWS_EVENTS."""
+        return self.events or [event for event in NEWS_EVENTS if event != "best"]
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole, resolved configuration. It is composed once; ranks receive it and never compose it
     again."""
@@ -371,6 +417,7 @@ class Config:
     replica: ReplicaConfig = field(default_factory=ReplicaConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
+    notify: NotifyConfig = field(default_factory=NotifyConfig)
     run: RunConfig = field(default_factory=RunConfig)
     seed: int = 0
     """Seeds the weights, the order of samples and what is drawn in training."""

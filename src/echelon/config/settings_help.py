@@ -35,6 +35,7 @@ GROUPS: dict[str, tuple[type, ...]] = {
     "replica": (schema.ReplicaConfig,),
     "launch": (schema.LaunchConfig,),
     "track": (schema.TrackConfig, schema.WandbConfig, schema.TensorBoardConfig),
+    "notify": (schema.NotifyConfig, schema.MailConfig),
     "run": (schema.RunConfig,),
 }
 """The groups of settings in the order in which they are printed, with their classes."""
@@ -42,6 +43,7 @@ _PREFIXES = {
     "EarlyStopConfig": "trainer.early_stop.",
     "WandbConfig": "track.wandb.",
     "TensorBoardConfig": "track.tensorboard.",
+    "MailConfig": "notify.mail.",
 }
 _MOST_USED = (
     *("experiment", "trainer.epochs", "trainer.batch_size", "trainer.schedule"),

@@ -20,6 +20,8 @@ from echelon.config.schema import (
     GPU_REQUESTS,
     LAUNCHERS,
     MODES,
+    NEWS_CHANNELS,
+    NEWS_EVENTS,
     PRECISIONS,
     PROGRESS_STYLES,
     REPLICA_KINDS,
@@ -54,6 +56,7 @@ def find_faults(config: Config) -> list[Fault]:
         *_check_replica(config),
         *_check_manual_ranks(config),
         *_check_track(config),
+        *_check_notify(config),
     ]
 
 
@@ -673,6 +676,59 @@ def _check_track(config: Config) -> Iterator[Fault]:
                 f"track.wandb.tags: {tag!r} is not a tag that wandb accepts",
                 "use 1 to 64 characters",
             )
+
+
+_MAIL_ADDRESS = re.compile(r"[^\s@<>,;\"'()\\]+@[^\s@<>,;\"'()\\]+|[A-Za-z0-9_][A-Za-z0-9._-]*")
+"""An address, or a user of this machine. Nothing in it can end a line or begin an option."""
+_MAIL_SERVER = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?")
+
+
+def _check_notify(config: Config) -> Iterator[Fault]:
+    """Yield faults of the settings of news."""
+    notify, mail = config.notify, config.notify.mail
+    for key, values, known in (
+        ("to", notify.to, NEWS_CHANNELS),
+        ("events", notify.events, NEWS_EVENTS),
+    ):
+        for value in values:
+            if "://" in value:  # it is often a secret, and this sentence goes into logs
+                yield Fault(
+                    f"notify.{key} has an address, where names belong",
+                    "write notify=webhook or notify=slack, and put the address into "
+                    "ECHELON_WEBHOOK_URL or ECHELON_SLACK_URL",
+                )
+            elif value not in known:
+                yield Fault(
+                    f"notify.{key}: {value!r} is not one of its choices",
+                    suggest_nearest(value, known),
+                )
+    for key in ("stalled_minutes", "requeues", "queued_minutes"):
+        if not getattr(notify, key) > 0:
+            yield Fault(
+                f"notify.{key}={getattr(notify, key)} is not above 0",
+                "give a number above 0, or leave the event out of notify.events",
+            )
+    addresses = [*mail.to, *([mail.sender] if mail.sender is not None else [])]
+    for address in addresses:
+        if not _MAIL_ADDRESS.fullmatch(address):
+            yield Fault(f"notify.mail: {address!r} is not an address", "write NAME@HOST")
+    if mail.server is not None and not _MAIL_SERVER.fullmatch(mail.server):
+        yield Fault(
+            f"notify.mail.server={mail.server!r} is not HOST or HOST:PORT",
+            "write it like smtp.example.org:587; a password is the variable ECHELON_SMTP_PASSWORD",
+        )
+    if mail.user is not None and mail.server is None:
+        yield Fault(
+            f"notify.mail.user={mail.user}, but there is no server to log in to",
+            "set notify.mail.server=HOST:PORT",
+        )
+    if mail.user is not None and not mail.user.isprintable():
+        yield Fault(f"notify.mail.user={mail.user!r} is not a name", "leave out what is no text")
+    if "desktop" in notify.to and config.launch.kind == "slurm":
+        yield Fault(
+            "notify has desktop, but a batch job has no desktop",
+            "choose others of webhook, mail, slack",
+        )
 
 
 _SLURM_SIGNAL_JITTER_S = 60

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from echelon.gpus.nvml import Nvml, NvmlError, open_nvml
+from echelon.gpus.nvml import Nvml, NvmlDevice, NvmlError, open_nvml
 
 if TYPE_CHECKING:
     from echelon.gpus.probe import Gpu, GpuNode, GpuProcess
@@ -49,6 +49,27 @@ def list_visible_gpus(env: Mapping[str, str]) -> list[int]:
         return _take_until_invalid(_find_by_uuid(entry, uuids) for entry in entries)
     device_count = _count_devices()
     return _take_until_invalid(_find_by_index(entry, device_count) for entry in entries)
+
+
+def open_visible_devices(
+    nvml: Nvml, env: Mapping[str, str], count: int | None
+) -> dict[int, NvmlDevice]:
+    """Return the first GPUs that a process with these variables sees, by their indices; of MIG
+    slices, those that they are parts of. None: all of them."""
+    entries = [entry.strip() for entry in env.get("CUDA_VISIBLE_DEVICES", "").split(",")][:count]
+    indices = list_visible_gpus(env)[:count]
+    devices: dict[int, NvmlDevice] = {}
+    for index in range(nvml.count_devices()):
+        try:
+            device = nvml.open_device(index)
+            is_used = index in indices
+            if entries and entries[0].startswith("MIG-"):
+                is_used = any(part.read_uuid() in entries for part in device.iter_slices())
+        except NvmlError:  # it is lost already
+            continue
+        if is_used:
+            devices[index] = device
+    return devices
 
 
 def _take_until_invalid(indices: Iterable[int | None]) -> list[int]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from echelon.gpus.availability import list_visible_gpus
-from echelon.gpus.nvml import LOST, RESET_REQUIRED, Nvml, NvmlDevice, NvmlError
+from echelon.gpus.availability import open_visible_devices
+from echelon.gpus.nvml import LOST, RESET_REQUIRED, Nvml, NvmlError
 from echelon.gpus.probe import GPU_FAULTS
 
 
@@ -20,7 +20,7 @@ class GpuErrorCounts:
 
     def __init__(self, env: Mapping[str, str], count: int) -> None:
         self._nvml = Nvml()
-        self._devices = _open_devices(self._nvml, env, count)
+        self._devices = open_visible_devices(self._nvml, env, count)
         self._first_counts: dict[int, dict[str, int]] = {}
         self.find_new_errors()
 
@@ -51,21 +51,3 @@ class GpuErrorCounts:
                 if value > (before := first.setdefault(name, value)):
                     return f"GPU {index}: {name} rose from {before} to {value}"
         return ""
-
-
-def _open_devices(nvml: Nvml, env: Mapping[str, str], count: int) -> dict[int, NvmlDevice]:
-    """Return the GPUs, by their indices; of MIG slices, those that they are parts of."""
-    entries = [entry.strip() for entry in env.get("CUDA_VISIBLE_DEVICES", "").split(",")][:count]
-    indices = list_visible_gpus(env)[:count]
-    devices: dict[int, NvmlDevice] = {}
-    for index in range(nvml.count_devices()):
-        try:
-            device = nvml.open_device(index)
-            is_used = index in indices
-            if entries[0].startswith("MIG-"):
-                is_used = any(part.read_uuid() in entries for part in device.iter_slices())
-        except NvmlError:  # it is lost already
-            continue
-        if is_used:
-            devices[index] = device
-    return devices

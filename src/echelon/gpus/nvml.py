@@ -95,6 +95,14 @@ class NvmlDevice(NamedTuple):
         """Return the power draw."""
         return _to_watts(self.nvml.read_uint("nvmlDeviceGetPowerUsage", self.handle))
 
+    def read_energy_j(self) -> float | None:
+        """Return the energy that was used since the driver was loaded."""
+        energy_mj = c_ulonglong()
+        known = self.nvml.try_call(
+            "nvmlDeviceGetTotalEnergyConsumption", self.handle, byref(energy_mj)
+        )
+        return energy_mj.value / 1000 if known else None
+
     def read_power_limit_w(self) -> float | None:
         """Return the power limit that the driver enforces."""
         return _to_watts(self.nvml.read_uint("nvmlDeviceGetEnforcedPowerLimit", self.handle))

@@ -11,6 +11,7 @@ from echelon.config.schema import Config
 from echelon.errors import ExitCode
 from echelon.jobs.follow import INITIAL_LINES, PlainPrinter, follow_run
 from echelon.jobs.log_reader import LogLine
+from echelon.notify.follow import FollowedNews
 from echelon.runs.find import find_run
 from echelon.runs.metrics_file import read_recent_metrics
 from echelon.runs.run_folder import Run
@@ -75,9 +76,11 @@ class StatusPrinter(PlainPrinter):
     def __init__(self, run: Run) -> None:
         self.run = run
         self._last_message = ""
+        self._news = FollowedNews(run)
 
     def print_status(self, status: RunStatus) -> None:
         """Print the status if its text differs from the last one; it is called with every poll."""
+        self._news.look(status)
         who = f"job {status.job}" if status.job else f"run {status.run}"
         message = f"{who}: {status.state}" + f" ({status.note})" * bool(status.note)
         if message != self._last_message:

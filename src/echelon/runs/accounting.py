@@ -10,7 +10,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from echelon.runs.history import RoundRecord, RunHistory, RunPhase
 
@@ -89,7 +90,7 @@ def account_for_run(
     lost_s = dict.fromkeys(CAUSES, 0.0)
     restarts = requeues = 0
     for index, phase in enumerate(phases):
-        kind = STARTING if index == 0 else _classify_start(phases[index - 1], phase)
+        kind = STARTING if index == 0 else classify_start(phases[index - 1], phase)
         gap_s = max(0.0, phase.started - _get_end(phases[index - 1], now)) if index else 0.0
         starting_s = max(0.0, (phase.trained_since or _get_end(phase, now)) - phase.started)
         lost_s[kind] += gap_s
@@ -97,17 +98,12 @@ def account_for_run(
         restarts += kind == RESTARTS
         requeues += kind == QUEUE
     effective_s, steps_kept, steps_redone = 0.0, 0, 0
-    for phase, next_first_step in _iterate_with_next_first_step(history.training_phases):
-        standstill_s = sum(_measure_standstill_s(round_, phase, now) for round_ in phase.rounds)
-        stepping_s = max(0.0, _measure_trained_s(phase, now) - standstill_s)
-        made, redone = _count_steps(phase, step, next_first_step)
-        # A start that ended before its first step has made nothing that is kept.
-        redone_share = redone / made if made else float(phase.ended is not None)
-        lost_s[REPLACED_RANKS] += standstill_s
-        lost_s[REDONE_STEPS] += stepping_s * redone_share
-        effective_s += stepping_s * (1.0 - redone_share)
-        steps_kept += made - redone
-        steps_redone += redone
+    for times in measure_training(history, step, now):
+        lost_s[REPLACED_RANKS] += times.standstill_s
+        lost_s[REDONE_STEPS] += times.redone_s
+        effective_s += times.kept_s
+        steps_kept += times.steps_kept
+        steps_redone += times.steps_redone
     rounds = [round_ for phase in phases for round_ in phase.rounds]
     return RunAccounting(
         max(0.0, _get_end(phases[-1], now) - phases[0].started),
@@ -125,7 +121,31 @@ def account_for_run(
     )
 
 
-def _classify_start(before: RunPhase, phase: RunPhase) -> str:
+class TrainingTimes(NamedTuple):
+    """What became of the training time of one phase."""
+
+    phase: RunPhase
+    kept_s: float
+    redone_s: float
+    standstill_s: float
+    steps_kept: int
+    steps_redone: int
+
+
+def measure_training(history: RunHistory, step: int | None, now: float) -> Iterator[TrainingTimes]:
+    """Yield the times of every phase that came as far as training, of a run that counts steps."""
+    for phase, next_first_step in _iterate_with_next_first_step(history.training_phases):
+        standstill_s = sum(_measure_standstill_s(round_, phase, now) for round_ in phase.rounds)
+        stepping_s = max(0.0, _measure_trained_s(phase, now) - standstill_s)
+        made, redone = _count_steps(phase, step, next_first_step)
+        # A start that ended before its first step has made nothing that is kept.
+        redone_share = redone / made if made else float(phase.ended is not None)
+        redone_s = stepping_s * redone_share
+        kept_s = stepping_s * (1.0 - redone_share)
+        yield TrainingTimes(phase, kept_s, redone_s, standstill_s, made - redone, redone)
+
+
+def classify_start(before: RunPhase, phase: RunPhase) -> str:
     """Return what the time between two starts was: restarts, queue or stopped, also where old
     histories do not say more."""
     if phase.attempt:
@@ -133,6 +153,14 @@ def _classify_start(before: RunPhase, phase: RunPhase) -> str:
     is_same_job = phase.job is not None and phase.job == before.job
     is_requeued = (phase.requeues or 0) > (before.requeues or 0)
     return QUEUE if is_same_job and is_requeued else STOPPED
+
+
+def count_starts_on_request(history: RunHistory) -> int:
+    """Return how often a person or a program asked for the run to start: restarts by agents and
+    by the queue do not count."""
+    phases = history.phases
+    pairs = pairwise(phases)
+    return bool(phases) + sum(classify_start(before, phase) == STOPPED for before, phase in pairs)
 
 
 def _get_end(phase: RunPhase, now: float) -> float:

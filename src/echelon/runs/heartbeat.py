@@ -94,6 +94,17 @@ class HeartbeatTable:
         _HEAD.pack_into(self._map, 0, *((number, unplanned) if is_planned else (planned, number)))
 
 
+def read_progress(path: Path) -> tuple[int, int]:
+    """Return the newest step in a file of heartbeats and the sum of its beats, for a reader that
+    maps nothing and knows no ranks; zeros where there is none."""
+    try:
+        rows = path.read_bytes()[_HEAD.size :]
+    except OSError:
+        return 0, 0
+    records = [*_ROW.iter_unpack(rows[: len(rows) // _ROW.size * _ROW.size])]
+    return max((step for _, step, _ in records), default=0), sum(beats for beats, _, _ in records)
+
+
 def _get_row_offset(row: int) -> int:
     return _HEAD.size + row * _ROW.size
 

@@ -120,6 +120,10 @@ class RunPhase:
     bad_machines: tuple[BadMachine, ...] = ()
     redone_steps: int = 0
     """Steps that were made again in it, since its ranks went back to an earlier one."""
+    gpus: int | None = None
+    """How many GPUs it had on all nodes; None if that was not recorded."""
+    cpus: int | None = None
+    """How many cores its processes had, on all nodes; None if that was not recorded."""
 
     @property
     def trained_s(self) -> float:
@@ -180,12 +184,14 @@ def record_start(
     job: str | None,
     is_within_program: bool = False,
     env: Mapping[str, str] | None = None,
+    gpus: int | None = None,
+    cpus: int | None = None,
 ) -> None:
     """Write down that the run starts, on this host. An earlier start without a stop is closed.
 
     ``is_within_program`` means that a program, whose start is written already, is this training. It
     counts instead of the program, because it knows its steps. ``env`` says how often these
-    processes were started before.
+    processes were started before. ``gpus`` and ``cpus`` are those of all nodes together.
     """
     phases = _parse_phases(run)
     if phases and phases[-1].ended is None and not is_within_program:
@@ -193,7 +199,7 @@ def record_start(
         end = {"step": last.last_step, "samples": last.last_samples, "cause": KILLED}
         _append_event(run, "stop", end, last.ended)
     where = {"host": socket.gethostname(), "launcher": launcher, "job": job}
-    size = {"nodes": nodes, "processes": processes}
+    size = {"nodes": nodes, "processes": processes, "gpus": gpus, "cpus": cpus}
     counts = {} if env is None else {key: _read_count(env, name) for key, name in _COUNTS.items()}
     within = {"within_program": is_within_program}
     _append_event(run, "start", where | size | counts | within)
@@ -308,6 +314,8 @@ def _make_phase(event: dict[str, Any], moment: float) -> RunPhase:
         None if job is None else str(job),
         attempt=_get_int(event, "attempt"),
         requeues=_get_int(event, "requeues"),
+        gpus=_get_int(event, "gpus"),
+        cpus=_get_int(event, "cpus"),
     )
 
 

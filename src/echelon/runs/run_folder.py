@@ -77,6 +77,16 @@ class Run:
         return self.folder / HISTORY_FILE
 
     @property
+    def news_file(self) -> Path:
+        """Which messages about the run were sent, and what became of them. See `notify.record`."""
+        return self.folder / "news.jsonl"
+
+    @property
+    def energy_folder(self) -> Path:
+        """What the GPUs of each start have used, a file per machine. See `runs.energy`."""
+        return self.folder / "energy"
+
+    @property
     def start_file(self) -> Path:
         """The command of the last start, and the version of the code. See `runs.start_record`."""
         return self.folder / "start.json"

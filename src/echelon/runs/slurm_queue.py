@@ -86,6 +86,25 @@ def _query_queue(*selection: str) -> SlurmQueueAnswer:
     return SlurmQueueAnswer(states, get_last_error_line(done) if silent else "")
 
 
+def query_queue_position(job: str) -> str:
+    """Return where a job is in the queue of its partition, why it waits and when it may start, in
+    words; what Slurm does not say is left out."""
+    shown = run_slurm_command("squeue", "-h", "-j", job, "-o", "%P|%Q|%r|%S").stdout.splitlines()
+    parts = shown[0].split("|") if shown else []
+    if len(parts) != 4:
+        return ""
+    partition, priority, reason, start = parts
+    words = [reason] if reason not in ("", "None") else []
+    if start not in ("", "N/A"):
+        words.append(f"may start {start.replace('T', ' ')}")
+    pending = run_slurm_command("squeue", "-h", "-t", "PD", "-p", partition, "-o", "%Q").stdout
+    others = [int(line) for line in pending.split() if line.isdecimal()]
+    if priority.isdecimal() and others:
+        before = sum(each > int(priority) for each in others)
+        words.insert(0, f"place {before + 1} of {len(others)} in {partition}")
+    return ", ".join(words)
+
+
 def query_accounting(jobs: Sequence[str]) -> dict[str, SlurmJobState]:
     """Return how jobs ended; empty on a cluster without accounting."""
     if not jobs:

@@ -315,4 +315,4 @@ def _require_no_trials(sweep: SweepFolder) -> None:
 
 def _select_trial_overrides(overrides: Sequence[str]) -> list[str]:
     """Return the overrides that decide what trials are; where they run may change."""
-    return [word for word in overrides if not word.startswith(("launch", "track"))]
+    return [word for word in overrides if not word.startswith(("launch", "track", "notify"))]

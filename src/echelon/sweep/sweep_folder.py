@@ -77,6 +77,11 @@ class SweepFolder:
         return self.folder / "journal.log"
 
     @property
+    def news_file(self) -> Path:
+        """Which messages about the sweep were sent. See `notify.record`."""
+        return self.folder / "news.jsonl"
+
+    @property
     def lock_file(self) -> Path:
         """The lock that every change of trials and leases is made under. It is never deleted: a
         worker that waits for it would then hold the lock of a file that has gone."""

@@ -17,6 +17,7 @@ from echelon.runs.run_folder import Run
 from echelon.sweep.metric_history import MetricHistory, to_metrics_file_key, to_tracker_name
 from echelon.sweep.sweep_file import SweepFile
 from echelon.sweep.sweep_folder import SweepFolder, SweepSettings
+from echelon.sweep.sweep_news import SweepNews
 from echelon.sweep.trial_command import (
     METRICS_VARIABLE,
     describe_parameters,
@@ -74,6 +75,7 @@ class SweepWorker:
         self._metric = sweep.read_metric().name
         self._key = to_metrics_file_key(self._metric, bool(self._settings.program))
         self._is_stop_requested = False
+        self._news = SweepNews(sweep)
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, self._handle_signal)
 
@@ -89,6 +91,7 @@ class SweepWorker:
             elif leased:
                 time.sleep(_IDLE_S)
             else:
+                self._news.tell_end()
                 return ExitCode.OK
         return ExitCode.PREEMPTED
 
@@ -100,6 +103,7 @@ class SweepWorker:
             config = compose_trial_config(
                 self._settings, self._file, run, leased.parameters, self._compose
             )
+            config = self._news.take_from(config)
             if run.read_status_file().get("state") == "finished":
                 # Its worker was killed between the end of the run and the record of it.
                 self._record_result(leased, run, ExitCode.OK, "")

@@ -39,6 +39,8 @@ from echelon.experiment.loading import call_function, takes_session
 from echelon.experiment.loss_check import PartInputError
 from echelon.experiment.training_info import find_info_parameter
 from echelon.gpus import count_visible_gpus
+from echelon.gpus.energy import EnergyMeter
+from echelon.notify.news_process import NewsProcess, start_news
 from echelon.object_store.urls import is_url
 from echelon.parallel.join_world import join_world, publish_failure_to_agent
 from echelon.parallel.model_parallel import get_process_devices
@@ -91,6 +93,7 @@ from echelon.train.session_engine import SessionEngine
 from echelon.train.stack_answers import answer_stack_requests
 from echelon.train.step_boundary import RegroupRequested, TrainingStopped
 from echelon.train.stop_signals import StopSignals
+from echelon.utils.processes import count_cores
 from echelon.utils.streams import use_tolerant_streams
 from echelon.world import World, detect
 
@@ -158,6 +161,9 @@ class RankWorker:
         self.run: Run | None = None
         self.training: Training | SessionEngine | None = None
         self.mirror: SnapshotMirror | None = None
+        self.news: NewsProcess | None = None
+        """Where this process leads the run, and the run asks for news."""
+        self.energy: EnergyMeter | None = None
         self.has_left_group = False
         """Whether the other ranks have left and no longer read the store."""
         self._rng_state: Tensor | None = None
@@ -208,6 +214,11 @@ class RankWorker:
         if self.has_agent:
             self._start_heartbeat(self.run, world)
             self.rounds = self._open_rounds(self.group)
+        elif (
+            world.local_rank == 0 and world.devices[0].startswith("cuda") and not self._is_submitted
+        ):
+            count = world.local_size * len(world.devices)
+            self.energy = EnergyMeter(self.run.energy_folder, os.environ, count)
         if world.rank == 0 and not (self.rounds is not None and self.rounds.is_replacement):
             self._open_run(self.run, world)
             self.config, self.mirror = begin_mirror(self.config, self.run, _print_message)
@@ -249,6 +260,10 @@ class RankWorker:
             self.training.profile.discard_profile()
         self._close_mirror()
         self.output.close()
+        if self.energy is not None:
+            self.energy.close()
+        if self.news is not None:
+            self.news.close()
         if self.run is not None:
             release_run_folder(self.run)
 
@@ -581,7 +596,15 @@ class RankWorker:
         job = status.get("job") or os.environ.get("SLURM_JOB_ID")
         launcher = str(status.get("launcher") or "")
         submitted = self._is_submitted
-        record_start(run, launcher, world.nodes, world.size, job, submitted, os.environ)
+        is_on_gpu = world.devices[0].startswith("cuda")
+        gpus = world.size * len(world.devices) if is_on_gpu else 0
+        if self.config.launch.share_devices:
+            gpus = min(gpus, world.nodes * count_visible_gpus(os.environ))
+        cpus = count_cores(world.size // world.nodes or 1, torch.get_num_threads()) * world.nodes
+        size = (world.nodes, world.size)
+        record_start(run, launcher, *size, job, submitted, os.environ, gpus=gpus, cpus=cpus)
+        if not self.has_agent and not submitted:
+            self.news = start_news(run, self.config)
 
     @property
     def _is_submitted(self) -> bool:

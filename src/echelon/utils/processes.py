@@ -65,6 +65,13 @@ def read_stat_fields(pid: int) -> list[str] | None:
         return None
 
 
+def count_cores(processes: int, threads: int | None) -> int:
+    """Return how many cores of this machine so many processes can use, with so many threads each;
+    None: as many as there are."""
+    cores = len(os.sched_getaffinity(0))
+    return cores if threads is None else min(cores, processes * threads)
+
+
 def list_ancestors(pid: int) -> list[int]:
     """Return the ids of a process's parent, that one's parent and so on, as far as they are seen
     from here."""

@@ -16,10 +16,12 @@ from rich.live import Live
 from rich.text import Text
 
 from echelon.errors import ExitCode
+from echelon.notify.follow import FollowedNews
 from echelon.runs.curves import RunProgress, read_progress
 from echelon.runs.find import find_runs, list_runs
 from echelon.runs.listing import RunListing, split_listing
 from echelon.runs.record import read_run_records
+from echelon.runs.run_folder import Run
 from echelon.runs.status import RunStatus
 from echelon.utils.text import format_duration
 from echelon.views.table import (
@@ -62,11 +64,15 @@ def show_jobs(root: Path, names: Sequence[str], show_all: bool, as_json: bool, w
         if silence:
             print(f"warning: Slurm does not answer: {silence}", file=sys.stderr)
         return ExitCode.OK
+    news: dict[str, FollowedNews] = {}
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         try:
             while True:
                 rows, listing, _ = _collect_rows(root, names, show_all, hides_early=True)
                 live.update(_render_table(rows, listing, root, get_width(console)), refresh=True)
+                for status in (row.status for row in rows):
+                    folder = status.folder
+                    news.setdefault(folder, FollowedNews(Run(Path(folder)))).look(status)
                 time.sleep(_REFRESH_S)
         except KeyboardInterrupt:
             return ExitCode.OK

@@ -20,6 +20,7 @@ from echelon.config.schema import find_script
 from echelon.errors import ExitCode
 from echelon.runs.accounting import RunAccounting, account_for_run
 from echelon.runs.annotations import Annotations, read_annotations
+from echelon.runs.cost import RunCost, RunUse, TimeWindow, compute_costs
 from echelon.runs.curves import (
     AxisPoints,
     Curve,
@@ -53,6 +54,7 @@ from echelon.utils.text import (
     format_timestamp,
     truncate_text,
 )
+from echelon.views.cost_table import cost_to_json, format_run_cost
 from echelon.views.run_losses import (
     accounting_to_json,
     format_hosts_at_fault,
@@ -181,14 +183,19 @@ def print_details(
 
 def _to_json_data(details: RunDetails) -> dict[str, Any]:
     curves = details.metrics.curves
-    return describe_run(
-        details.record,
-        details.metrics.history,
-        details.accounting,
-        details.annotations,
-        details.step,
-        details.trained_s,
-    ) | {"metrics": {name: _summarize_curve(curve) for name, curve in curves.items()}}
+    cost = {"cost": cost_to_json(_compute_cost(details.record))}
+    return (
+        cost
+        | describe_run(
+            details.record,
+            details.metrics.history,
+            details.accounting,
+            details.annotations,
+            details.step,
+            details.trained_s,
+        )
+        | {"metrics": {name: _summarize_curve(curve) for name, curve in curves.items()}}
+    )
 
 
 def describe_run(
@@ -230,6 +237,12 @@ def describe_run(
     }
 
 
+def _compute_cost(record: RunRecord) -> RunCost:
+    """Return what the run has cost by its own history: Slurm's accounts are asked by `cost`."""
+    use = RunUse.read(record.run, record.run_status.state in ("running", "starting"))
+    return compute_costs([use], TimeWindow())[0]
+
+
 def _summarize_curve(curve: Curve) -> dict[str, Any]:
     at = curve.best_index
     return {
@@ -260,6 +273,7 @@ def _print_header(details: RunDetails, screen: Console, width: int) -> None:
         "progress": _format_progress(details),
         "speed": _format_speed_row(details),
         "effective": format_effective_time(details.accounting),
+        "cost": format_run_cost(_compute_cost(details.record)),
         "at fault": format_hosts_at_fault(details.accounting),
         "left": format_left_nodes(details.metrics.history),
         "slow": format_slow_ranks(details.metrics.history),

@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, TypeAlias
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, ExitCode
 from echelon.gpus import count_visible_gpus
+from echelon.gpus.energy import EnergyMeter
 from echelon.launch.launcher import Launcher
 from echelon.launch.node.fork_server import ForkServer
 from echelon.launch.node.invitation import remove_invitation
 from echelon.launch.node.lifeline import Lifeline
 from echelon.launch.node.membership import Member
 from echelon.launch.plan import NodeSpec, ReportNodes, make_program_words
+from echelon.notify.news_process import NewsProcess, start_news
 from echelon.runs import failure as failures
 from echelon.runs.failure import Failure
 from echelon.runs.history import record_start, record_stop, record_training
@@ -34,6 +36,7 @@ from echelon.runs.writer import claim_run_folder, release_run_folder, start_writ
 from echelon.tracking.summary import format_rows
 from echelon.utils.files import read_json_object
 from echelon.utils.imports import pause_garbage_collection
+from echelon.utils.processes import count_cores
 from echelon.world.network_key import derive_key, read_key
 from echelon.world.sealed_store import SealedStore, derive_store_key
 
@@ -138,6 +141,9 @@ class _NodeService:
         self._rendezvous = FixedRendezvous(store, config.run.name or "echelon", node, config.launch)
         self._rendezvous.raise_if_failed = self._raise_if_failed
         self._run: Run | None = None
+        self._news: NewsProcess | None = None
+        self._energy: EnergyMeter | None = None
+        self._has_left = False
 
     @property
     def leads(self) -> bool:
@@ -157,6 +163,10 @@ class _NodeService:
             if self._run is not None:
                 if self.leads:
                     remove_invitation(self._run)
+                if self._energy is not None:
+                    self._energy.close()
+                if self._news is not None:
+                    self._news.close(is_over=self.leads and not self._has_left)
                 release_run_folder(self._run)
 
     def _run_agent(self, fork_server: ForkServer, resolve_run: ResolveRun) -> int:
@@ -165,6 +175,12 @@ class _NodeService:
         try:
             run = self._run = resolve_run(self._store, self._rendezvous.wait_for_key)
             self._record_start(run)
+            if self._node.rank == 0:
+                self._start_news(run)
+            if not self._is_within_command(run):  # whose agent measures already
+                devices = self._node.procs * self._config.replica.devices
+                counted = None if self._config.program else devices
+                self._energy = EnergyMeter(run.energy_folder, os.environ, counted)
             agent = self._make_agent(run, fork_server)
             result = agent.run()
         except _WorldFailed as verdict:
@@ -173,6 +189,7 @@ class _NodeService:
             self._lifeline.leave()
             return end.code
         except NodeLeft:
+            self._has_left = True
             self._lifeline.leave()
             return ExitCode.LEFT
         except Exception as error:  # a full disk, a store that went away: the other nodes must know
@@ -249,11 +266,20 @@ class _NodeService:
             return
         run.membership_file.unlink(missing_ok=True)
         remove_invitation(run)
-        if not self._config.program and run == get_submitted_run(os.environ):
+        if self._is_within_command(run):
             run.update_status(world=world_size)
         else:
             self._launcher.record_node_start(run, node.node_count, world_size)
         start_writer_beats(run)
+
+    def _start_news(self, run: Run) -> None:
+        """Send the news of the run from here, unless whoever started this process does."""
+        if not self._launcher.command_holds_folder and not self._is_within_command(run):
+            self._news = start_news(run, self._config, self._node.rank)
+
+    def _is_within_command(self, run: Run) -> bool:
+        """Return whether a submitted command has started this training, and is this run."""
+        return not self._config.program and run == get_submitted_run(os.environ)
 
     def _record_program_start(self, run: Run) -> None:
         """Write the start of a program into its status and history. An experiment does so itself,
@@ -263,7 +289,11 @@ class _NodeService:
             run.update_status(state="running")
             job = run.read_status_file().get("job")
             world_size = node.node_count * node.procs
-            record_start(run, self._launcher.name, node.node_count, world_size, job)
+            gpus = count_visible_gpus(os.environ) * node.node_count
+            threads = self._config.launch.threads or (1 if node.procs > 1 else None)
+            cpus = count_cores(node.procs, threads) * node.node_count
+            name = self._launcher.name
+            record_start(run, name, node.node_count, world_size, job, gpus=gpus, cpus=cpus)
             record_training(run, None, None)
 
     def _record_program_end(self, run: Run, state: str) -> None:
@@ -371,6 +401,7 @@ class _NodeService:
             with contextlib.suppress(EchelonError):
                 claim_run_folder(self._run, shares_with_command=self._launcher.command_holds_folder)
                 start_writer_beats(self._run)
+                self._start_news(self._run)
                 return
             time.sleep(_CLAIM_INTERVAL_S)
 

@@ -52,6 +52,7 @@ from echelon.runs.failure import Failure
 from echelon.runs.run_folder import Run
 from echelon.runs.slurm_queue import read_current_job_id
 from echelon.utils.files import write_json_atomically
+from echelon.utils.text import print_to_stderr
 
 _PROBE_JOB_NAME = "echelon-preflight"
 
@@ -131,6 +132,11 @@ class SlurmLauncher(Launcher):
         require_sbatch()
         require_container_for_jobs(config)
         require_slurm_accepts(plan.script)
+        if config.notify.to and batch_script.is_started_by_srun(config):
+            print_to_stderr(
+                f"warning: notify: with mode={config.mode} Slurm itself starts the processes, so "
+                "only --wait, attach and jobs --watch tell how the job ends"
+            )
 
     def start(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> int:
         job, run = queue_run(config, plan.script)

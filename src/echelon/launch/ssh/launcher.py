@@ -43,6 +43,7 @@ from echelon.launch.plan import (
 from echelon.launch.ssh import file_transfer, host_check, remote_command, sessions
 from echelon.launch.ssh.host_list import SshHost, list_hosts
 from echelon.launch.ssh.own_address import find_reached_address
+from echelon.notify.news_process import start_news
 from echelon.runs.create import assign_name, create_run
 from echelon.runs.process_record import make_starting_status
 from echelon.runs.run_folder import Run
@@ -130,6 +131,7 @@ class SshLauncher(Launcher):
         # Only now, after all hosts have answered: a host that is down must not leave a run behind.
         create_run(config, is_snapshot_here=False)
         run.stack_agent_file.unlink(missing_ok=True)  # node 0 writes it here, if it shares this
+        news = start_news(run, config)
         try:
             names = [host.name for host in hosts]
             devices_per_replica = config.replica.devices
@@ -152,6 +154,8 @@ class SshLauncher(Launcher):
             missing = {each.host: file_transfer.fetch_results(each) for each in separate_hosts}
             return _report_outcome(run, outcome, missing)
         finally:
+            if news is not None:
+                news.close()
             release_run_folder(run)
 
     def get_max_nodes(self, node: NodeSpec) -> int:

@@ -207,7 +207,8 @@ def _build_trial_command(settings: SweepSettings, trial: WandbTrial, run_dir: Pa
     An experiment reads its parameters from the file that the environment names, on rank 0; a
     program gets them as arguments.
     """
-    overrides = [*settings.overrides, f"run.dir={format_override_value(str(run_dir))}"]
+    own = [f"run.dir={format_override_value(str(run_dir))}", "notify=[]"]
+    overrides = [*settings.overrides, *own]
     if not settings.program:
         return [*_ECHELON_COMMAND, "train", *overrides]
     name = f"run.name={trial.run_name}"
