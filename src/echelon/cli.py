@@ -140,6 +140,7 @@ SUBCOMMANDS = {
     "setup": Subcommand("make a rented machine a host of launch=ssh", "setup"),
     "explain": Subcommand("the rank and world of this process, and why", "explain"),
     "node": Subcommand("be one node of a run; scripts call this", "node"),
+    "pod": Subcommand("be one pod of a run of launch=k8s; manifests call this", "node"),
     "return-nodes": Subcommand("start lost nodes of a Slurm job again; scripts call this", "node"),
     "wandb-job": Subcommand("be the job of a wandb agent; scripts call this", "submit"),
 }

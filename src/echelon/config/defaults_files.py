@@ -6,6 +6,7 @@ Values of text settings are read as text, because YAML parses 4:00:00 as a numbe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import stat
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from echelon.config.schema import LaunchConfig
-from echelon.config.validate import LAUNCHER_ONLY_KEYS, SEVERAL_NODES_KEYS
+from echelon.config.validate import SEVERAL_NODES_KEYS, find_unused_keys
 from echelon.errors import EchelonError, Fault, suggest_nearest
 from echelon.utils.os_errors import format_os_error_reason
 
@@ -54,12 +55,12 @@ class FileDefaults:
 
         Typed by hand they would be a mistake; as a default of all runs they are not.
         """
-        other = {key for name, keys in LAUNCHER_ONLY_KEYS.items() if name != kind for key in keys}
+        other = set(find_unused_keys(kind))
         if kind == "inline":
             other |= {"procs", "max_restarts"}
         if kind in ("inline", "local"):
             other |= set(SEVERAL_NODES_KEYS)
-        return {k: v for k, v in self.launch.items() if k.removeprefix("launch.") not in other}
+        return {k: v for k, v in self.launch.items() if k.split(".")[1] not in other}
 
 
 NO_DEFAULTS = FileDefaults({}, {})
@@ -121,8 +122,20 @@ def _read_file(file: Path, faults: list[Fault]) -> Iterator[tuple[str, DefaultVa
 
 def _list_known_keys() -> set[str]:
     """Return the settings that may have a default."""
-    fields = {f"launch.{f.name}" for f in dataclasses.fields(LaunchConfig) if f.name != "kind"}
-    return {*fields, *_VARIABLES, *_SHORT_KEYS}
+    return {*(set(_read_types()) - {"launch.kind"}), *_VARIABLES, *_SHORT_KEYS}
+
+
+@functools.cache
+def _read_types() -> dict[str, str]:
+    """Return the settings of `launch`, those of its sections included, and their types as texts."""
+    types: dict[str, str] = {}
+    for name, hint in typing.get_type_hints(LaunchConfig).items():
+        if dataclasses.is_dataclass(hint):
+            inner = typing.get_type_hints(hint)
+            types |= {f"launch.{name}.{key}": str(each) for key, each in inner.items()}
+        else:
+            types[f"launch.{name}"] = str(hint)
+    return types
 
 
 def _iter_leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -164,7 +177,7 @@ def _parse_value(key: str, node: Any) -> Any:
 
     if isinstance(node, yaml.SequenceNode):
         return [str(item.value) for item in node.value]
-    hint = str(typing.get_type_hints(LaunchConfig).get(key.removeprefix("launch."), str))
+    hint = _read_types().get(key, "str")
     is_text = "str" in hint and "list" not in hint
     if is_text and node.tag != "tag:yaml.org,2002:null":
         return str(node.value)

@@ -17,7 +17,8 @@ To add a launcher NAME:
 2. Add its line to `launch/registry.py`.
 3. Add `conf/launch/NAME.yaml` with `kind: NAME`, and NAME to `config.schema.LAUNCHERS`, so that
    `launch=NAME` can be typed. `tests/launch/test_registry.py` says what is missing.
-4. Add it to `LAUNCHERS` of `tests/cluster/test_contract.py`, the suite that every launcher passes.
+4. Add it to `LAUNCHERS` of `tests/cluster/test_contract.py`, the suite that every launcher passes;
+   there it is said why `k8s` cannot be.
 """
 
 from __future__ import annotations
