@@ -118,6 +118,7 @@ SUBCOMMANDS = {
     "run": Subcommand("run any program in the same places", "train"),
     "submit": Subcommand("run the commands of a file as jobs, from this code", "submit"),
     "sweep": Subcommand("search for the best settings", "sweep"),
+    "dev": Subcommand("a shell, an ssh entry and ports in an allocation of Slurm", "dev"),
     "jobs": Subcommand("the status of runs, wherever they run", "jobs"),
     "logs": Subcommand("the logs of a run's ranks, in order of time", "jobs"),
     "stacks": Subcommand("where all ranks of a run stand: stacks and collectives", "jobs"),

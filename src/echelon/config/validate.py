@@ -519,7 +519,7 @@ def _check_sbatch(launch: LaunchConfig) -> Iterator[Fault]:
                 f"launch.{key}={value!r} is not safe as one word in a batch script",
                 "use letters, digits and _ . , : @ + - only",
             )
-    limit_s = _parse_sbatch_time(launch.time or "")
+    limit_s = parse_sbatch_time(launch.time or "")
     early_s = launch.signal_lead_s + _SLURM_SIGNAL_JITTER_S
     if limit_s is not None and limit_s <= early_s:
         yield Fault(
@@ -576,7 +576,7 @@ _SLURM_SIGNAL_JITTER_S = 60
 """Slurm may send the signal so much earlier: see --signal in sbatch(1)."""
 
 
-def _parse_sbatch_time(time: str) -> int | None:
+def parse_sbatch_time(time: str) -> int | None:
     """Return the seconds of M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None for anything else."""
     days, dash, rest = time.rpartition("-")
     parts = rest.split(":")
