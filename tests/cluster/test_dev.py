@@ -84,6 +84,11 @@ def test_a_shell_sees_the_whole_job_and_is_come_back_to(dev: CommandLine) -> Non
             assert _ask(second, "echo $SLURM_JOB_ID") == number
             first.process.kill()  # a lost terminal loses nothing
             assert _ask(second, "hostname") == dev.hosts(number)[0]
+            folder = dev.folder / "cache" / "dev" / "dev"
+            watched = {f"activity-{host}" for host in dev.hosts(number)}  # on all nodes
+            until(
+                lambda: watched == {f.name for f in folder.glob("activity-*")}, LIMIT_S, "watched"
+            )
             [listed] = _list(dev)
             assert (listed["job"], listed["state"], listed["node_count"]) == (number, "RUNNING", 2)
             assert listed["idle_s"] < 60

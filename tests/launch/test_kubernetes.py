@@ -323,6 +323,14 @@ def test_waiting_gives_the_end_of_the_job(cluster: FakeCluster, tmp_path: Path) 
         assert _wait_until_over(config, "a") == ExitCode.OK
 
 
+def test_several_runs_are_queued_and_not_waited_for(cluster: FakeCluster, tmp_path: Path) -> None:
+    words = (*K8S, "-m", "lr=0.1,0.2")
+    waited = _type(cluster, tmp_path, *words, "--wait")
+    assert "--wait cannot follow several runs of launch=k8s" in waited.err
+    assert _type(cluster, tmp_path, *words).code == ExitCode.OK
+    assert [each["metadata"]["name"] for each in cluster.read("Job")] == ["a-0", "a-1"]
+
+
 def test_cancel_deletes_the_objects_after_a_mark(cluster: FakeCluster, tmp_path: Path) -> None:
     assert _type(cluster, tmp_path, *K8S).code == ExitCode.OK
     process = {"host": "a-0", "pid": 1, "born": "1@boot"}

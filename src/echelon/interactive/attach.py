@@ -111,10 +111,10 @@ def open_shell(files: AllocationFolder, job: str) -> int:
         f"--cpus-per-task={state['cpus']}",
         *("bash", str(files.shell_script)),
     ]
-    # Ctrl-C is for what runs in the shell.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C is for srun and what runs in the shell. A handler, unlike SIG_IGN, is not inherited.
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
-        code = subprocess.run(words, restore_signals=True).returncode
+        code = subprocess.run(words).returncode
     finally:
         signal.signal(signal.SIGINT, before)
     if files.ended_file.exists():

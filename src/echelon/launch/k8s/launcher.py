@@ -42,6 +42,7 @@ class KubernetesLauncher(Launcher):
     name = "k8s"
     queue = "Kubernetes"
     needs_shared_folder = True
+    is_followed_by_folder = False
 
     def complete_config(self, config: Config, dry_run: bool) -> Config:
         """Name the run, and check that the secrets can be read: they go into the Secret."""
@@ -134,6 +135,9 @@ class KubernetesLauncher(Launcher):
     def record_node_start(self, run: Run, node_count: int, world_size: int) -> None:
         """Write the size. The state stays that of the pods before, until their end is counted."""
         run.update_status(launcher=self.name, nodes=node_count, world=world_size)
+
+    def get_stop_limit_s(self, config: Config) -> float:
+        return config.launch.k8s.grace_s
 
     def count_restarts_left(self, run: Run, config: Config) -> int:
         """Return the restarts that are left over all pods of the run, made again or not."""
