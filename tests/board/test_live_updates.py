@@ -32,10 +32,12 @@ LIMIT_S = 60.0
 class Page:
     """A page that listens to a board of this process."""
 
-    def __init__(self, board: Board, *watched: str) -> None:
+    def __init__(self, board: Board, *watched: str, generation: int | None = None) -> None:
+        """`generation` is that of the rows which the page has: those of now, unless it is given."""
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.is_closed = threading.Event()
-        pieces = board.watch.listen(board.index.generation, watched)
+        known = board.index.generation if generation is None else generation
+        pieces = board.watch.listen(known, watched)
         next(pieces)
         self.row_events = 0
         threading.Thread(target=self._read, args=(pieces,), daemon=True).start()
@@ -82,8 +84,8 @@ def open_page() -> Iterator[Callable[..., Page]]:
     """Opens pages, which are closed at the end."""
     pages: list[Page] = []
 
-    def open_one(board: Board, *watched: str) -> Page:
-        pages.append(Page(board, *watched))
+    def open_one(board: Board, *watched: str, generation: int | None = None) -> Page:
+        pages.append(Page(board, *watched, generation=generation))
         return pages[-1]
 
     yield open_one
@@ -216,7 +218,8 @@ def test_slurm_is_asked_seldom_and_nobody_waits_for_it(
         status = {"state": "queued", "launcher": "slurm", "job": "77"}
         make_run(root, f"job-{i}", status=status)
     board = Board([root])
-    pages = [open_page(board) for _ in range(2)]
+    before = board.index.generation  # of both: Slurm may answer before the second one listens
+    pages = [open_page(board, generation=before) for _ in range(2)]
     row = pages[0].wait_for_row("0:job-3", lambda row: row["why"] == "Resources")
     assert (row["state"], row["job"]) == ("queued", "77")
     pages[1].wait_for_row("0:job-4", lambda row: row["why"] == "Resources")

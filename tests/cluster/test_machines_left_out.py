@@ -47,7 +47,10 @@ def kill_worker(command_line: CommandLine, host: str) -> None:
 
 def wait_for_text(command_line: CommandLine, text: str, count: int = 1) -> None:
     def is_said() -> bool:
-        return sum(n.read_output().count(text) for n in command_line.started) >= count
+        have_ended = all(n.process.poll() is not None for n in command_line.started)
+        is_there = sum(n.read_output().count(text) for n in command_line.started) >= count
+        assert is_there or not have_ended, command_line.describe()
+        return is_there
 
     until(is_said, START_S, repr(text), command_line.describe)
 

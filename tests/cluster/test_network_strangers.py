@@ -110,7 +110,7 @@ def test_without_a_variable_the_key_is_in_a_private_file_until_the_end(
     assert not any(key in value for value in stranger.read_everything())
     stranger.write_into_store()
     stranger.speak_to_agent()
-    assert key.decode() not in command_line.recent_output()
+    assert key.decode() not in command_line.output()
     done = [node.wait(START_S) for node in world]
     assert [each.code for each in done] == [ExitCode.OK] * 2, command_line.recent_output()
     assert [*runs.glob(".key-*")] == []
@@ -171,7 +171,7 @@ def test_the_key_is_in_environments_alone(launcher: str, command_line: CommandLi
     command_line.type("cancel", "a")
     until(lambda: command_line.left() == [], START_S, "its end")
     started.wait(START_S)
-    assert key not in plan.out + plan.err + command_line.recent_output()
+    assert key not in plan.out + plan.err + command_line.output()
     files = [path for path in command_line.folder.rglob("*") if path.is_file()]
     assert command_line.run().config_file in files
     assert [path for path in files if key.encode() in path.read_bytes()] == []

@@ -147,7 +147,7 @@ def test_a_link_that_comes_back_soon_costs_nothing_and_a_killed_agent_is_named_a
     assert all(node.process.poll() is None for node in world)
     command_line.cluster.link(node_1, "up")
     command_line.wait_for_more()
-    assert "failed" not in command_line.recent_output()
+    assert "failed" not in command_line.output()
 
     os.kill(command_line.agent(node_1), signal.SIGKILL)
     _notice("a killed agent", world[0].process.poll, AT_ONCE_S)

@@ -55,7 +55,7 @@ def test_a_node_that_is_given_notice_leaves_and_the_others_go_on(
     assert codes.pop(node) == ExitCode.LEFT, command_line.recent_output()
     assert codes == [ExitCode.OK] * 2, command_line.recent_output()
     left = f"node {node} ({host}, rank {node}): it was sent SIGTERM"
-    assert f"left: {left}; going on with 2 processes" in command_line.recent_output()
+    assert f"left: {left}; going on with 2 processes" in command_line.output()
     run = command_line.run()
     require_same_curve(run, clean_run)
     require_no_fault(run, [node])
@@ -75,8 +75,8 @@ def test_a_spare_takes_over_from_a_node_that_leaves(
     hosts = command_line.cluster.nodes
     os.kill(command_line.agent(hosts[0]), signal.SIGUSR2)
     assert wait_for_ends(world) == [ExitCode.LEFT, ExitCode.OK, ExitCode.OK]
-    assert f"{hosts[2]} takes over rank 0" in command_line.recent_output()
-    assert "rank 0 replaced: 2 processes" in command_line.recent_output()
+    assert f"{hosts[2]} takes over rank 0" in command_line.output()
+    assert "rank 0 replaced: 2 processes" in command_line.output()
     require_same_curve(command_line.run(), clean_run)
     require_no_fault(command_line.run(), [0])
     command_line.require_nothing_left()

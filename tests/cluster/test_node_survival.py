@@ -47,10 +47,8 @@ def test_a_killed_node_is_survived_by_the_others(
     codes = wait_for_ends(world)
     assert codes.pop(node) == -signal.SIGKILL
     assert codes == [ExitCode.OK] * 2, command_line.recent_output()
-    assert f": node {node} ({host}, rank {node}) closed its connection" in (
-        command_line.recent_output()
-    )
-    assert "going on with 2 processes" in command_line.recent_output()
+    assert f": node {node} ({host}, rank {node}) closed its connection" in command_line.output()
+    assert "going on with 2 processes" in command_line.output()
     require_same_curve(command_line.run(), clean_run)
     command_line.require_nothing_left()
 
@@ -85,9 +83,9 @@ def test_a_spare_takes_the_place_of_a_lost_node(
     os.kill(command_line.agent(hosts[node]), signal.SIGKILL)
     began = time.monotonic()
     back = f"rank {node} replaced: 2 processes"
-    until(lambda: back in command_line.recent_output(), START_S, "all are back")
+    until(lambda: back in command_line.output(), START_S, "all are back")
     print(f"node {node} of 2 killed, with a spare → full world: {time.monotonic() - began:.2f} s")
-    assert f"{hosts[2]} takes over rank {node}" in command_line.recent_output()
+    assert f"{hosts[2]} takes over rank {node}" in command_line.output()
     codes = wait_for_ends(world)
     assert codes.pop(node) == -signal.SIGKILL
     assert codes == [ExitCode.OK] * 2, command_line.recent_output()
@@ -126,7 +124,7 @@ def test_a_spare_that_is_ready_in_the_last_step_ends_with_the_run(
     os.kill(command_line.agent(command_line.cluster.nodes[1]), signal.SIGKILL)
     codes = wait_for_ends(world)
     assert codes == [ExitCode.OK, -signal.SIGKILL, ExitCode.OK], command_line.recent_output()
-    assert "rank 1 replaced: 2 processes" in command_line.recent_output()
+    assert "rank 1 replaced: 2 processes" in command_line.output()
     command_line.require_nothing_left()
 
 

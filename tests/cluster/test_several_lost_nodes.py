@@ -61,7 +61,7 @@ def test_two_of_five_nodes_are_lost_at_the_same_moment(
     codes = wait_for_ends(world)
     left = [code for node, code in enumerate(codes) if node not in nodes]
     assert left == [ExitCode.OK] * 3, command_line.recent_output()
-    assert "going on with 3 processes" in command_line.recent_output()
+    assert "going on with 3 processes" in command_line.output()
     require_same_curve(command_line.run(), clean_run)
     command_line.require_nothing_left()
 
@@ -74,7 +74,7 @@ def test_of_two_lost_nodes_a_spare_takes_the_place_of_one(
     world = start_world(command_line, [a, b, c, a, b], "launch.spares=1")
     kill_together(world, 1, 2)
     back = "replaced: 3 processes"
-    until(lambda: back in command_line.recent_output(), START_S, "the spare has joined")
+    until(lambda: back in command_line.output(), START_S, "the spare has joined")
     codes = wait_for_ends(world)
     assert [codes[0], *codes[3:]] == [ExitCode.OK] * 3, command_line.recent_output()
     require_same_curve(command_line.run(), clean_run)
@@ -89,11 +89,11 @@ def test_a_spare_takes_over_from_node_0_after_a_restart(
     once = f"once={command_line.folder}/once"
     world = start_world(command_line, command_line.cluster.nodes, *words, once)
     restarted = "starting again, 1 restart(s) left"
-    until(lambda: restarted in command_line.recent_output(), START_S, "a restart")
+    until(lambda: restarted in command_line.output(), START_S, "a restart")
     command_line.wait_for_step(30)
     kill_together(world, 0)
     back = "rank 0 replaced: 2 processes"
-    until(lambda: back in command_line.recent_output(), START_S, "the spare has joined")
+    until(lambda: back in command_line.output(), START_S, "the spare has joined")
     assert wait_for_ends(world)[1:] == [ExitCode.OK] * 2, command_line.recent_output()
     require_same_curve(command_line.run(), clean_run)
     command_line.require_nothing_left()
@@ -146,7 +146,7 @@ def test_a_loop_of_ones_own_survives_a_lost_node(
     kill_together(world, 0)
     codes = wait_for_ends(world)
     assert codes == [-signal.SIGKILL, ExitCode.OK, ExitCode.OK], command_line.recent_output()
-    assert "going on with 2 processes" in command_line.recent_output()
+    assert "going on with 2 processes" in command_line.output()
     require_same_numbers(command_line.run().folder, only_run(clean))
     command_line.require_nothing_left()
 

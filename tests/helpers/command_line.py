@@ -118,7 +118,12 @@ class CommandLine:
         told = self.cluster.slurm("squeue", "-h", "-j", job, "-o", "%N").strip()
         return self.cluster.slurm("scontrol", "show", "hostnames", told).split()
 
+    def output(self) -> str:
+        """All that every command has printed."""
+        return "\n".join(each.read_output() for each in self.started)
+
     def recent_output(self) -> str:
+        """The end of it, for a message. What is looked for may stand before it."""
         return "\n".join(each.read_output()[-2000:] for each in self.started)
 
     def describe(self) -> str:

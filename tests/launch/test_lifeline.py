@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from echelon.config import schema
 from echelon.errors import EchelonError, ExitCode
 from echelon.launch.node.hang_detection import HungRank
 from echelon.launch.node.lifeline import Lifeline
+from echelon.launch.node.lifeline_sockets import LeaderConnection, NodeServer
 from echelon.launch.node.membership import Member, Membership
+from echelon.launch.node.message_channel import Message
 from echelon.runs.failure import Failure
 from echelon.world.rounds import Round
 
@@ -286,6 +290,40 @@ def test_a_leader_that_is_to_leave_resigns_and_stays_a_member_until_it_is_releas
         until(lambda: set(made[2].membership.members) == {1, 2})
         assert made[1].membership.has_lost_nodes
         assert ended == []
+
+
+def test_a_node_that_would_follow_another_hears_nothing_of_the_leader_over_it() -> None:
+    """It was the first to know that the leader resigns. To hear so again would end its try."""
+    with nodes(2) as (made, _):
+        passed_on: list[Message] = []
+        candidate, heard = made[1].own.lifeline, threading.Event()
+        made[1].on_stack_message = lambda message: heard.set()
+        server = NodeServer(
+            "127.0.0.1", KEY, 3, LIMIT_S, lambda *_: None, lambda *_: None, lambda: None
+        )
+        follower = LeaderConnection(
+            candidate,
+            KEY,
+            LIMIT_S,
+            LIMIT_S,
+            dict,
+            passed_on.append,
+            lambda how: None,
+            lambda how: None,
+            lambda: "",
+        )
+        introduction = {"member": asdict(Member(2, "host 2")), "knows": [0, 0], "rounds": []}
+        follower.start(server, 2, lambda: introduction)
+        candidate_server = made[1]._server
+        assert candidate_server is not None
+        until(lambda: 2 in candidate_server.nodes)
+        made[0].send_stack_message({"to": "all"})
+        assert heard.wait(LIMIT_S)
+        candidate_server.send(2, {"to": "this one"})
+        until(lambda: {"to": "this one"} in passed_on)
+        assert [m for m in passed_on if "alive" not in m] == [{"to": "this one"}]
+        follower.close()
+        server.close()
 
 
 def test_nobody_resigns_where_nobody_else_may_lead() -> None:

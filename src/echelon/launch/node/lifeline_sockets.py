@@ -125,7 +125,18 @@ class NodeServer:
 
     def send_to_peers(self, message: Message) -> None:
         """Send a message to every node that has a connection to this one."""
-        peers = [p for n, p in list(self._peers.items()) if self._routes.get(n) is p]
+        self._send_to_each(message, self._list_routed_peers())
+
+    def send_to_children(self, message: Message) -> None:
+        """Pass a message of the leader on to the nodes that hear it over this one. A node that
+        would follow this one has heard it, or has left that leader: it must not hear it again."""
+        self._send_to_each(message, [p for p in self._list_routed_peers() if p.is_child])
+
+    def _list_routed_peers(self) -> list[_Peer]:
+        return [p for n, p in list(self._peers.items()) if self._routes.get(n) is p]
+
+    @staticmethod
+    def _send_to_each(message: Message, peers: list[_Peer]) -> None:
         body = encode_message(message) if peers else b""
         for peer in peers:
             peer.channel.send_encoded(body)
@@ -489,7 +500,7 @@ class LeaderConnection:
         if kind is None:
             self._on_message(message)
         elif kind == "all":
-            server.send_to_peers(message)
+            server.send_to_children(message)
             self._on_message(message["message"])
         elif kind == "to":
             server.send(int(message["node"]), message["message"])
@@ -500,7 +511,7 @@ class LeaderConnection:
                 self._channel.send(self._introduce())
             server.attach(self)
         elif kind == "leader_lost":
-            server.send_to_peers(message)
+            server.send_to_children(message)
             self._on_waiting(str(message["how"]))
         elif kind == "redirect":
             channel, address = self._channel, str(message["address"])
@@ -574,7 +585,7 @@ class LeaderConnection:
             assert self._server is not None
             self._server.detach(self)
             self._server.close_uplink(self._channel)
-            self._server.send_to_peers({"tree": "leader_lost", "how": how})
+            self._server.send_to_children({"tree": "leader_lost", "how": how})
             self._on_lost(how)
 
 
