@@ -23,9 +23,9 @@ two before it ends, its terminals hear of it.
 
 examples:
   echelon dev launch=slurm launch.gpus_per_node=1
-  echelon dev launch=slurm launch.nodes=2 launch.gpus_per_node=4 launch.time=4:00:00 --dry-run
-  echelon dev launch=slurm --port 8888        and there: jupyter lab --no-browser --port 8888
-  echelon dev                                 another shell in the allocation that is there
+  echelon dev launch=slurm launch.nodes=2 launch.time=4:00:00 --dry-run
+  echelon dev                     another shell in the allocation that is there
+  echelon dev --port 8888         for: jupyter lab --no-browser --port 8888
   echelon dev --list
   echelon dev --end
 

@@ -73,8 +73,8 @@ class KubernetesConfig:
     grace_s: int = 120
     """How long a pod that is asked to end may take to save."""
     backoff_limit: int = 6
-    """How many pods may be killed, or not find the others, before the run has failed. Pods that
-    ended with everything saved are not counted."""
+    """job: how many pods may be killed, or not find the others, before the run has failed. Pods
+    that ended with everything saved are not counted."""
     ttl_s: int = 604_800
     """How long what has ended is kept, with its logs."""
 
@@ -173,7 +173,7 @@ class LaunchConfig:
     """slurm: how many runs of an array run at the same time."""
     secrets: str | None = None
     """local, slurm, k8s: a file of KEY=VALUE lines that only you can read (mode 0600). They become
-    environment variables of the run and are written nowhere."""
+    environment variables of the run and are written nowhere; k8s: into a Secret alone."""
     container: str | None = None
     """slurm, ssh, local, k8s: the image to run in."""
     k8s: KubernetesConfig = field(default_factory=KubernetesConfig)

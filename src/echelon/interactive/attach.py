@@ -89,14 +89,16 @@ def wait_until_running(files: AllocationFolder, job: str) -> None:
 
 def make_over_error(files: AllocationFolder, job: str) -> EchelonError:
     """Return the error for a job that is over, with what it has said last."""
-    why, code = "it left the queue", ExitCode.NOT_FOUND
+    why, hint = "it left the queue", f"its output is in {files.log_file}"
+    if not files.log_file.exists():
+        hint = (
+            f"its nodes have to see {files.folder}; set ECHELON_CACHE to a folder that they share"
+        )
     for file in (files.ended_file, files.log_file):
         with contextlib.suppress(OSError, IndexError):
             why = file.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1]
             break
-    return EchelonError(
-        Fault(f"job {job} is over: {why}", f"its output is in {files.log_file}"), exit=code
-    )
+    return EchelonError(Fault(f"job {job} is over: {why}", hint), exit=ExitCode.NOT_FOUND)
 
 
 def open_shell(files: AllocationFolder, job: str) -> int:

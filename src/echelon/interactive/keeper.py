@@ -26,6 +26,8 @@ from echelon.utils.files import write_json_atomically, write_text_atomically
 
 _SAMPLE_S = 10.0
 _TICK_S = 0.2
+_SUSPENDED_S = 60.0
+"""A look that is so late was not held up by a busy machine alone."""
 _WARNING_S = 120.0
 """How long before the end of an idle allocation its terminals hear of it."""
 
@@ -40,8 +42,8 @@ class Keeper:
         self._monitor = ActivityMonitor(self._job)
         self._sample_s = min(_SAMPLE_S, idle_s / 5)
         self._warning_s = min(_WARNING_S, idle_s / 3)
-        self._used_s = time.monotonic()
-        """When it was last seen in use."""
+        self._used_s = self._looked_s = time.monotonic()
+        """When it was last seen in use, and last looked at."""
         self._counts: dict[Path, str] = {}
         self._has_warned = False
         self._is_time_short = False
@@ -73,7 +75,8 @@ class Keeper:
             if reporters is not None:
                 reporters.terminate()
         why = f"nobody used it for {self._idle_s / 60:g} minutes"
-        self._files.ended_file.write_text(f"{why}\n", encoding="utf-8")
+        with contextlib.suppress(OSError):
+            self._files.ended_file.write_text(f"{why}\n", encoding="utf-8")
         self._tell_terminals(f"this allocation ends: {why}")
         print(f"job {self._job} ends: {why}", flush=True)
         return 0
@@ -86,14 +89,16 @@ class Keeper:
     def _has_been_idle(self) -> bool:
         """Look at the job, and return whether it has been idle for too long."""
         now = time.monotonic()
-        # Both, also if one says yes: each compares with its last look.
-        if any([self._monitor.sample(), self._has_activity_elsewhere()]):
+        # Nobody can use a job while Slurm has suspended it.
+        was_suspended = now > self._looked_s + self._sample_s + _SUSPENDED_S
+        self._looked_s = now
+        # All, also if one says yes: each look is compared with the one before.
+        if any([self._monitor.sample(), self._has_activity_elsewhere(), was_suspended]):
             self._used_s, self._has_warned = now, False
         idle_s = now - self._used_s
-        write_json_atomically(
-            self._files.state_file,
-            self._state | {"idle_s": round(idle_s, 1), "ssh": self._sshd.describe()},
-        )
+        state = self._state | {"idle_s": round(idle_s, 1), "ssh": self._sshd.describe()}
+        with contextlib.suppress(OSError):  # a full disk does not end anybody's work
+            write_json_atomically(self._files.state_file, state)
         left_s = self._idle_s - idle_s
         if left_s <= self._warning_s and not self._has_warned:
             self._has_warned = True
