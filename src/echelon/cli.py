@@ -118,6 +118,7 @@ SUBCOMMANDS = {
     "run": Subcommand("run any program in the same places", "train"),
     "submit": Subcommand("run the commands of a file as jobs, from this code", "submit"),
     "sweep": Subcommand("search for the best settings", "sweep"),
+    "dev": Subcommand("a shell, an ssh entry and ports in an allocation of Slurm", "dev"),
     "jobs": Subcommand("the status of runs, wherever they run", "jobs"),
     "logs": Subcommand("the logs of a run's ranks, in order of time", "jobs"),
     "stacks": Subcommand("where all ranks of a run stand: stacks and collectives", "jobs"),
@@ -144,6 +145,7 @@ SUBCOMMANDS = {
     "setup": Subcommand("a rented machine for launch=ssh; defaults for a cluster", "setup"),
     "explain": Subcommand("the rank and world of this process, and why", "explain"),
     "node": Subcommand("be one node of a run; scripts call this", "node"),
+    "pod": Subcommand("be one pod of a run of launch=k8s; manifests call this", "node"),
     "return-nodes": Subcommand("start lost nodes of a Slurm job again; scripts call this", "node"),
     "wandb-job": Subcommand("be the job of a wandb agent; scripts call this", "submit"),
 }

@@ -78,6 +78,14 @@ def train_multirun(
     if configs[0].launch.login is not None:
         return _start_by_login(configs, unnamed[0].run.name, dry_run, False, wait)
     launcher = make_launcher(configs[0])
+    if wait and not launcher.is_followed_by_folder:
+        raise EchelonError(
+            Fault(
+                f"--wait cannot follow several runs of launch={launcher.name}: their folders are "
+                "not to be seen here",
+                "leave it out; the command prints how to follow each of them",
+            )
+        )
     code = launcher.start_multirun(configs, dry_run, start_run)
     if dry_run or not (wait and launcher.queue):  # without a queue they are over by now
         return code

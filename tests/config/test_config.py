@@ -480,7 +480,7 @@ def test_faults_in_a_users_files_are_reported_with_the_others(tmp_path: Path) ->
             {"config.yaml": "defaults: [echelon, {launch: nowhere}]\n"},
             [],
             "config.yaml names launch/nowhere in its defaults, but there is no such file",
-            "launch/nowhere.yaml, or choose another; known: env, inline, local, slurm, ssh",
+            "launch/nowhere.yaml, or choose another; known: env, inline, k8s, local, slurm, ssh",
         ),
         (
             {"config.yaml": "defaults: [echelon, {model: huge}]\n", "model/small.yaml": "a: 1\n"},

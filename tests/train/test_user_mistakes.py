@@ -45,7 +45,7 @@ REFUSED = {
     "launch=lokal": ("launch=lokal", "'local'"),
     "experiment=toi": ("experiment=toi", "'toy'"),
     "track=wandbb": ("track=wandbb", "jsonl"),
-    "launch.kind=banana": ("launch.kind=banana", "inline, local"),
+    "launch.kind=banana": ("launch.kind=banana", "inline, k8s, local"),
     "trainer.epochs=three": ("trainer.epochs=three", "3"),
     "trainer.batch_size=1.5": ("trainer.batch_size=1.5", "32"),
     "lr=fast": ("lr=fast", "0.05"),

@@ -112,7 +112,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--wait", action="store_true", help="slurm: follow the job to its end")
+    parser.add_argument("--wait", action="store_true", help="slurm, k8s: follow the job to its end")
 
 
 def add_dir_argument(parser: argparse.ArgumentParser) -> None:

@@ -45,6 +45,21 @@ def node(words: list[str]) -> int:
         return join_run(given.run, given.nodes, lambda: given.master, given.node_rank, given.procs)
 
 
+def pod(words: list[str]) -> int:
+    """`echelon pod`: be one pod of a run of launch=k8s."""
+    parser = make_parser(
+        "pod",
+        "Be one pod of a run. The manifest of launch=k8s calls this; nobody needs to type it.",
+    )
+    parser.add_argument("file", help="the configuration, as the pod's ConfigMap has it")
+    given = parser.parse_args(words)
+    from echelon.launch.k8s.pod import run_pod
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # it waits until the agent listens
+    with use_tolerant_streams():
+        return run_pod(given.file)
+
+
 def return_nodes(words: list[str]) -> int:
     """`echelon return-nodes`: start lost nodes of a Slurm job again."""
     parser = make_parser(

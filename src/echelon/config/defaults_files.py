@@ -6,6 +6,7 @@ Values of text settings are read as text, because YAML parses 4:00:00 as a numbe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import stat
@@ -15,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from echelon.config.schema import LaunchConfig, MailConfig, NotifyConfig
-from echelon.config.validate import LAUNCHER_ONLY_KEYS, SEVERAL_NODES_KEYS
+from echelon.config.schema import LaunchConfig, NotifyConfig
+from echelon.config.validate import SEVERAL_NODES_KEYS, find_unused_keys
 from echelon.errors import EchelonError, Fault, suggest_nearest
 from echelon.utils.os_errors import format_os_error_reason
 
@@ -58,12 +59,12 @@ class FileDefaults:
 
         Typed by hand they would be a mistake; as a default of all runs they are not.
         """
-        other = {key for name, keys in LAUNCHER_ONLY_KEYS.items() if name != kind for key in keys}
+        other = set(find_unused_keys(kind))
         if kind == "inline":
             other |= {"procs", "max_restarts"}
         if kind in ("inline", "local"):
             other |= set(SEVERAL_NODES_KEYS)
-        kept = {k: v for k, v in self.launch.items() if k.removeprefix("launch.") not in other}
+        kept = {k: v for k, v in self.launch.items() if k.split(".")[1] not in other}
         news = {k: v for k, v in self.others.items() if k.startswith("notify.")}
         if kind == "slurm" and (to := news.get("notify.to")):  # jobs have no desktop
             news["notify.to"] = to._replace(value=[c for c in to.value if c != "desktop"])
@@ -136,18 +137,21 @@ def _read_file(file: Path, faults: list[Fault]) -> Iterator[tuple[str, DefaultVa
 
 def _list_known_keys() -> set[str]:
     """Return the settings that may have a default."""
-    return {*_list_hints(), *_VARIABLES, *_SHORT_KEYS, GPU_HOUR_PRICE} - {"launch.kind"}
+    return {*_read_types(), *_VARIABLES, *_SHORT_KEYS, GPU_HOUR_PRICE} - {"launch.kind"}
 
 
-def _list_hints() -> dict[str, str]:
-    """Return the declared types of the settings that are fields of the schema, as text."""
-    sections = {"launch": LaunchConfig, "notify": NotifyConfig, "notify.mail": MailConfig}
-    return {
-        f"{prefix}.{name}": str(hint)
-        for prefix, section in sections.items()
-        for name, hint in typing.get_type_hints(section).items()
-        if not dataclasses.is_dataclass(hint)
-    }
+@functools.cache
+def _read_types() -> dict[str, str]:
+    """Return the settings that are fields of the schema, and their types as texts."""
+    return {**_list_types("launch", LaunchConfig), **_list_types("notify", NotifyConfig)}
+
+
+def _list_types(prefix: str, section: type) -> dict[str, str]:
+    types: dict[str, str] = {}
+    for name, hint in typing.get_type_hints(section).items():
+        key = f"{prefix}.{name}"
+        types |= _list_types(key, hint) if dataclasses.is_dataclass(hint) else {key: str(hint)}
+    return types
 
 
 def _iter_leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -190,7 +194,7 @@ def _parse_value(key: str, node: Any) -> Any:
     if isinstance(node, yaml.SequenceNode):
         return [str(item.value) for item in node.value]
     key = _SHORT_KEYS.get(key, key)
-    hint = _list_hints().get(key, "str")
+    hint = _read_types().get(key, "str")
     if key.startswith("notify.") and "list" in hint:  # one is short for a list of one
         return [] if node.value in ("", "none") else [str(node.value)]
     is_text = "str" in hint and "list" not in hint and "int" not in hint

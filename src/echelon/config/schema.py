@@ -15,8 +15,9 @@ from typing import Any
 
 SCHEDULES = ("constant", "linear", "cosine")
 PROGRESS_STYLES = ("auto", "bar", "lines", "none")
-LAUNCHERS = ("inline", "local", "env", "ssh", "slurm")
+LAUNCHERS = ("inline", "local", "env", "ssh", "slurm", "k8s")
 MODES = ("torchrun", "srun", "lightning", "plain", "wandb")
+K8S_RESOURCES = ("job", "jobset")
 GPU_REQUESTS = ("gpus-per-node", "gpus-per-task", "gres")
 AFTER_TYPES = ("afterok", "afterany", "afternotok")
 CONTAINER_RUNTIMES = ("auto", "apptainer", "pyxis", "enroot", "podman", "charliecloud")
@@ -44,13 +45,55 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class KubernetesConfig:
+    """The pods of launch=k8s."""
+
+    resource: str = "job"
+    """`job`: an Indexed Job and a headless Service, which every cluster has; `jobset`: a JobSet,
+    whose pods all start again together when one fails."""
+    namespace: str | None = None
+    """Default: the one of kubectl's context."""
+    context: str | None = None
+    """kubectl's context; default: its current one."""
+    workdir: str | None = None
+    """Where the code of this folder is in the image, or in a volume; default: at the same path as
+    here."""
+    volumes: list[str] = field(default_factory=list)
+    """Claims to mount, each CLAIM:/PATH or CLAIM:/PATH:ro. The folder of runs (run.dir) has to be
+    in one."""
+    memory: str | None = None
+    """Memory of each pod, requested and not exceeded, e.g. 64Gi."""
+    shared_memory: str | None = None
+    """Limit of /dev/shm, e.g. 16Gi; default: the memory of the pod, of which it is a part."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """The resource by which this cluster counts GPUs, e.g. amd.com/gpu."""
+    node_selector: list[str] = field(default_factory=list)
+    """Labels of the nodes to run on, each KEY=VALUE."""
+    tolerations: list[str] = field(default_factory=list)
+    """Taints of nodes to run on all the same, each KEY[=VALUE][:EFFECT], as in `kubectl taint`."""
+    service_account: str | None = None
+    """Default: that of the namespace, whose token the pods do not get."""
+    priority_class: str | None = None
+    """The PriorityClass of the pods."""
+    pull_secrets: list[str] = field(default_factory=list)
+    """Secrets by which the image is pulled."""
+    grace_s: int = 120
+    """How long a pod that is asked to end may take to save."""
+    backoff_limit: int = 6
+    """job: how many pods may be killed, or not find the others, before the run has failed. Pods
+    that ended with everything saved are not counted."""
+    ttl_s: int = 604_800
+    """How long what has ended is kept, with its logs."""
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
     """Where the processes run, and how they are started and supervised."""
 
     kind: str = "inline"
     """Where the run executes: `inline` (this process), `local` (processes on this machine), `ssh`
-    (plain hosts), `slurm`, or `env` (this is one node of a cluster that sets MASTER_ADDR,
-    MASTER_PORT, WORLD_SIZE, the number of nodes, and NODE_RANK)."""
+    (plain hosts), `slurm`, `k8s` (pods of Kubernetes), or `env` (this is one node of a cluster that
+    sets MASTER_ADDR, MASTER_PORT, WORLD_SIZE, the number of nodes, and NODE_RANK)."""
     procs: int | None = None
     """Processes on each machine; default: one per visible device, or per replica.devices of them; 1
     without devices."""
@@ -109,15 +152,15 @@ class LaunchConfig:
     """ssh: more environment variables to pass on, beside PATH, PYTHONPATH and those of torch, NCCL,
     CUDA."""
     nodes: int = 1
-    """slurm: the number of nodes."""
+    """slurm, k8s: the number of nodes."""
     gpus_per_node: int | str | None = None
-    """slurm: GPUs to request on each node, as 4, or with their type as a100:4; one process each, or
-    one per replica.devices of them, unless launch.procs is set."""
+    """slurm, k8s: GPUs to request on each node, as 4, or (slurm) with their type as a100:4; one
+    process each, or one per replica.devices of them, unless launch.procs is set."""
     gpu_request: str = "gpus-per-node"
     """slurm: the sbatch option by which this cluster takes GPU requests: gpus-per-node,
     gpus-per-task or gres."""
     cpus_per_node: int | None = None
-    """slurm: CPUs to request on each node."""
+    """slurm, k8s: CPUs to request on each node."""
     exclusive: bool = False
     """slurm: no other job runs on the nodes. Of GPUs the job still gets those that it asks for."""
     partition: str | None = None
@@ -163,11 +206,11 @@ class LaunchConfig:
     max_parallel: int | None = None
     """slurm: how many runs of an array run at the same time."""
     secrets: str | None = None
-    """local, slurm: a file of KEY=VALUE lines that only you can read (mode 0600). They become
-    environment variables of the run and are written nowhere."""
+    """local, slurm, k8s: a file of KEY=VALUE lines that only you can read (mode 0600). They become
+    environment variables of the run and are written nowhere; k8s: into a Secret alone."""
     container: str | None = None
-    """local, ssh, slurm: the image in which the processes run: a file (.sif, .sqsh), a folder, or a
-    reference to a registry. docs/containers.md says more."""
+    """local, ssh, slurm, k8s: the image in which the processes run: a file (.sif, .sqsh), a folder,
+    or a reference to a registry; k8s: always the last. docs/containers.md says more."""
     container_runtime: str = "auto"
     """What starts the container: apptainer, pyxis (slurm), enroot (local, ssh), podman,
     charliecloud; auto: what the image looks like and what is on the PATH decide."""
@@ -179,6 +222,8 @@ class LaunchConfig:
     container_python: str = "python3"
     """The Python in the image. It needs torch and what Echelon depends on; Echelon itself is
     mounted."""
+    k8s: KubernetesConfig = field(default_factory=KubernetesConfig)
+    """What the pods of launch=k8s are like."""
     nodes_flag: str | None = None
     """run: append this flag with the number of nodes to the program, e.g. --num_nodes."""
     gpus_flag: str | None = None

@@ -33,7 +33,7 @@ from echelon.errors import EchelonError, Fault, suggest_nearest
 GROUPS: dict[str, tuple[type, ...]] = {
     "trainer": (schema.TrainerConfig, schema.EarlyStopConfig),
     "replica": (schema.ReplicaConfig,),
-    "launch": (schema.LaunchConfig,),
+    "launch": (schema.LaunchConfig, schema.KubernetesConfig),
     "track": (schema.TrackConfig, schema.WandbConfig, schema.TensorBoardConfig),
     "notify": (schema.NotifyConfig, schema.MailConfig),
     "run": (schema.RunConfig,),
@@ -41,6 +41,7 @@ GROUPS: dict[str, tuple[type, ...]] = {
 """The groups of settings in the order in which they are printed, with their classes."""
 _PREFIXES = {
     "EarlyStopConfig": "trainer.early_stop.",
+    "KubernetesConfig": "launch.k8s.",
     "WandbConfig": "track.wandb.",
     "TensorBoardConfig": "track.tensorboard.",
     "MailConfig": "notify.mail.",

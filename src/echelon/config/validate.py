@@ -5,12 +5,14 @@ Every function returns or yields faults instead of raising, so that all are repo
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import string
 from collections.abc import Iterator
 
 from echelon.config import bundled_experiments
+from echelon.config.kubernetes_checks import find_kubernetes_faults
 from echelon.config.schema import (
     AFTER_TYPES,
     BAD_SAMPLE_CHOICES,
@@ -18,6 +20,7 @@ from echelon.config.schema import (
     CAPTURE_MODES,
     CONTAINER_RUNTIMES,
     GPU_REQUESTS,
+    K8S_RESOURCES,
     LAUNCHERS,
     MODES,
     NEWS_CHANNELS,
@@ -180,6 +183,9 @@ def _check_ranges(config: Config) -> Iterator[Fault]:
         "launch.signal_lead_s": (launch.signal_lead_s, 1),
         "launch.max_requeues": (launch.max_requeues, 0),
         "launch.max_parallel": (launch.max_parallel, 1),
+        "launch.k8s.grace_s": (launch.k8s.grace_s, 1),
+        "launch.k8s.backoff_limit": (launch.k8s.backoff_limit, 0),
+        "launch.k8s.ttl_s": (launch.k8s.ttl_s, 0),
         "seed": (config.seed, 0),
     }
     for key, (value, least) in at_least.items():
@@ -238,6 +244,7 @@ def _check_choices(config: Config) -> Iterator[Fault]:
         "launch.kind": (config.launch.kind, LAUNCHERS),
         "launch.gpu_request": (config.launch.gpu_request, GPU_REQUESTS),
         "launch.container_runtime": (config.launch.container_runtime, CONTAINER_RUNTIMES),
+        "launch.k8s.resource": (config.launch.k8s.resource, K8S_RESOURCES),
         "mode": (config.mode, MODES),
         "trainer.schedule": (config.trainer.schedule, SCHEDULES),
         "trainer.best_is": (config.trainer.best_is, BEST_DIRECTIONS),
@@ -326,8 +333,10 @@ def _check_launch(config: Config) -> Iterator[Fault]:
         yield from _check_sbatch(launch)
         yield from _check_login(launch)
         yield from check_node_counts(launch, launch.nodes + launch.spares)
+    if launch.kind == "k8s":
+        yield from find_kubernetes_faults(config)
     if config.program:
-        if config.mode == "wandb" and launch.kind in ("ssh", "env"):
+        if config.mode == "wandb" and launch.kind in ("ssh", "env", "k8s"):
             yield Fault(
                 f"mode=wandb, but launch={launch.kind} would start a wandb agent on every node",
                 "add launch=slurm or launch=local",
@@ -397,30 +406,46 @@ def _check_replicas_per_node(
         )
 
 
-LAUNCHER_ONLY_KEYS = {
+LAUNCHER_ONLY_KEYS: dict[str, tuple[str, ...]] = {
     "ssh": ("hosts", "hostfile", "carry"),
     "slurm": (
         *("nodes", "gpus_per_node", "cpus_per_node", "partition", "account", "time"),
         *("exclusive", "constraint", "reservation", "licenses", "qos", "after", "deadline"),
         *("sbatch", "setup", "max_parallel", "login", "remote_dir", "python"),
     ),
+    "k8s": ("nodes", "gpus_per_node", "cpus_per_node", "k8s"),
 }
-"""Settings that only one launcher reads."""
+"""Settings that only some launchers read."""
 SEVERAL_NODES_KEYS = ("spares", "min_nodes", "max_node_faults", "replace_slow_s")
 """Settings that launchers of one machine do not read."""
 
 
+def find_unused_keys(kind: str) -> dict[str, str]:
+    """Return the settings of `launch` that this launcher does not read, each with the launcher that
+    does, or the first of them."""
+    used = LAUNCHER_ONLY_KEYS.get(kind, ())
+    by_key: dict[str, str] = {}
+    for other, keys in LAUNCHER_ONLY_KEYS.items():
+        for key in keys:
+            if key not in used:
+                by_key.setdefault(key, other)
+    return by_key
+
+
 def _check_launcher_only_keys(launch: LaunchConfig) -> Iterator[Fault]:
     """Yield a fault for each setting that the chosen launcher would silently ignore."""
-    default = LaunchConfig()
-    for kind, keys in LAUNCHER_ONLY_KEYS.items():
-        for key in keys:
-            value = getattr(launch, key)
-            if kind != launch.kind and value != getattr(default, key):
-                yield Fault(
-                    f"launch.{key}={value} is set, but launch={launch.kind} does not use it",
-                    f"add launch={kind}, or leave launch.{key} out",
-                )
+    given, default = (
+        flatten(dataclasses.asdict(launch)),
+        flatten(dataclasses.asdict(LaunchConfig())),
+    )
+    unused = find_unused_keys(launch.kind)
+    for key, value in given.items():
+        group = key.partition(".")[0]
+        if group in unused and value != default[key]:
+            yield Fault(
+                f"launch.{key}={value} is set, but launch={launch.kind} does not use it",
+                f"add launch={unused[group]}, or leave launch.{key} out",
+            )
 
 
 _CONTAINER_KEYS = ("container_runtime", "container_mounts", "container_args", "container_python")
@@ -461,6 +486,15 @@ def _check_container(config: Config) -> Iterator[Fault]:
             f"launch.container={image}, but `wandb agent` itself starts the trials",
             "use `echelon sweep`, whose trials may be in a container",
         )
+    if launch.kind == "k8s":
+        for key in ("container_runtime", "container_mounts", "container_args"):
+            if getattr(launch, key) != getattr(default, key):
+                yield Fault(
+                    f"launch.{key}={getattr(launch, key)} is set, but Kubernetes starts the pods "
+                    "of launch=k8s",
+                    f"leave launch.{key} out; launch.k8s has settings of pods",
+                )
+        return
     kinds = _RUNTIMES_OF_ONE_WORLD.get(launch.container_runtime)
     if kinds and launch.kind not in kinds:
         others = " or ".join(f"launch={kind}" for kind in kinds)

@@ -85,7 +85,7 @@ def read_process_info(pid: int) -> ProcessInfo | None:
         start_ticks,
         _read_user(pid),
         _read_command(pid),
-        _read_slurm_job(pid),
+        read_slurm_job(pid),
         _find_run_folder(files),
         _compute_age_s(start_ticks),
     )
@@ -127,7 +127,7 @@ def _make_printable(raw: bytes) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def _read_slurm_job(pid: int) -> str | None:
+def read_slurm_job(pid: int) -> str | None:
     """Return the job's ID, for a task of an array ``ARRAY_TASK``.
 
     The environment of other users' processes cannot be read, but their control group can.

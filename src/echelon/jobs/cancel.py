@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.launch.k8s import kubectl
+from echelon.launch.k8s.names import make_resource_name
 from echelon.launch.slurm.batch_script import get_warning_signal, may_requeue
 from echelon.launch.slurm.requeue import REQUEUE_FILE
 from echelon.runs.process_record import is_alive, send_signal
@@ -24,6 +27,7 @@ def cancel_runs(runs: Sequence[Run], now: bool, dry_run: bool = False) -> int:
     by_folder = {str(run.folder): run for run in runs}
     statuses, silence = read_run_statuses(by_folder.values())
     faults = [fault for s in statuses if (fault := _check_reachable(s, silence))]
+    faults += [fault for s in statuses if now and (fault := _check_now(s))]
     if faults:
         raise EchelonError(*faults)
     if dry_run:
@@ -37,7 +41,9 @@ def cancel_runs(runs: Sequence[Run], now: bool, dry_run: bool = False) -> int:
     _cancel_slurm_jobs(alone, now)
     for status in statuses:
         run = by_folder[status.folder]
-        if not status.is_active:
+        if status.is_active and status.launcher == "k8s":
+            _delete_pods(run)
+        elif not status.is_active:
             _cancel_unrecorded_process(status, run, now)
         elif not status.job:
             _signal_process(run, run.read_status_file()["process"], now)
@@ -54,6 +60,8 @@ def _describe_cancel(status: RunStatus, run: Run, now: bool) -> str:
         if writer is None:
             return f"run {status.run} is not running: it is {status.state}, there is nothing to do"
         return f"run {status.run}: {writer} would be {what}"
+    if status.launcher == "k8s":
+        return f"run {status.run}: its pods would be {what}, and deleted"
     if status.job and _is_trial(run):
         return f"run {status.run}: the worker of its sweep would be told to end it"
     if status.job:
@@ -126,6 +134,8 @@ def _check_reachable(s: RunStatus, silence: str) -> Fault | None:
         )
     if s.is_active and s.launcher == "slurm" and not s.job:
         return Fault(f"run {s.run} has no job number yet", "wait for the command that submits it")
+    if s.is_active and s.launcher == "k8s":
+        return None if shutil.which("kubectl") else _explain_no_kubectl(s)
     process = Run(Path(s.folder)).read_status_file().get("process")
     if s.is_active and not s.job and is_alive(process) is None:
         return Fault(
@@ -133,6 +143,34 @@ def _check_reachable(s: RunStatus, silence: str) -> Fault | None:
             f"ssh {s.host} echelon cancel {s.folder}",
         )
     return None
+
+
+def _explain_no_kubectl(s: RunStatus) -> Fault:
+    return Fault(
+        f"run {s.run} is in pods of Kubernetes, and there is no kubectl on this machine's PATH",
+        f"where there is one and this folder: echelon cancel {s.folder}",
+    )
+
+
+def _check_now(s: RunStatus) -> Fault | None:
+    """Return the fault of a run that cannot be killed at once; None if it can."""
+    if not (s.is_active and s.launcher == "k8s"):
+        return None
+    return Fault(
+        f"run {s.run} is in pods of Kubernetes, which are always asked to end first",
+        "leave --now out: a pod that has not ended after launch.k8s.grace_s is killed",
+    )
+
+
+def _delete_pods(run: Run) -> None:
+    """Delete the Job of a run. Its pods are asked to end, and save."""
+    name = make_resource_name(run.name)
+    try:
+        kubectl.delete_objects(run.read_launch_config().launch.k8s, name)
+    except EchelonError:
+        run.cancel_file.unlink(missing_ok=True)
+        raise
+    print(f"run {run.name}: its pods were asked to save and end, and are deleted")
 
 
 def _mark_cancelled(run: Run) -> None:

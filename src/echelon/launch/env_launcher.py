@@ -46,7 +46,7 @@ class EnvLauncher(Launcher):
     name = "env"
 
     def plan(self, config: Config, machine: LocalMachine) -> LaunchPlan:
-        rank, total, host, port = _read_node_variables(machine.env)
+        rank, total, host, port = read_node_variables(machine.env)
         if faults := [*check_node_counts(config.launch, total)]:
             raise EchelonError(*faults)
         count = total - config.launch.spares
@@ -74,22 +74,29 @@ class EnvLauncher(Launcher):
         same start may have set its status a moment ago."""
 
     def start(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> int:
-        rank, total, host, port = _read_node_variables(os.environ)
+        rank, total, host, port = read_node_variables(os.environ)
         spares = config.launch.spares
         count = total - spares
         procs = len(plan.places) // count
         # Before `run_node`: the fork server copies this environment when it starts.
         os.environ |= dict(plan.variables)
         node = NodeSpec(rank, count, procs, host, port, spares)
-        return run_node(self, config, node, partial(_agree_on_run, config, node))
+        return run_node(
+            self, config, node, partial(agree_on_run, config, node, partial(create_run, config))
+        )
 
 
-def _agree_on_run(
-    config: Config, node: NodeSpec, store: SealedStore, wait_for_key: Callable[[str], str]
+def agree_on_run(
+    config: Config,
+    node: NodeSpec,
+    open_run: Callable[[], Run],
+    store: SealedStore,
+    wait_for_key: Callable[[str], str],
 ) -> Run:
-    """Node 0 makes the folder; another node finds the same one, or makes its own at that path."""
+    """Return the run. Node 0 opens its folder; another node finds the same one, or makes its own at
+    that path."""
     if node.rank == 0:
-        run = create_run(config)
+        run = open_run()
         store.set("run", str(run.folder))
         return run
     return adopt_run(Path(wait_for_key("run")), config)
@@ -108,7 +115,9 @@ def _describe_key(config: Config, total: int, env: Mapping[str, str]) -> tuple[s
     )
 
 
-def _read_node_variables(env: Mapping[str, str]) -> tuple[int, int, str, int]:
+def read_node_variables(env: Mapping[str, str]) -> tuple[int, int, str, int]:
+    """Return the number of this node, that of all nodes, and host and port of node 0; raise all
+    faults of the variables at once."""
     faults = [
         Fault(f"launch=env, but {name} is not set", f"set it to {what}: {name}=…")
         for name, what in _REQUIRED_VARIABLES.items()

@@ -17,7 +17,8 @@ To add a launcher NAME:
 2. Add its line to `launch/registry.py`.
 3. Add `conf/launch/NAME.yaml` with `kind: NAME`, and NAME to `config.schema.LAUNCHERS`, so that
    `launch=NAME` can be typed. `tests/launch/test_registry.py` says what is missing.
-4. Add it to `LAUNCHERS` of `tests/cluster/test_contract.py`, the suite that every launcher passes.
+4. Add it to `LAUNCHERS` of `tests/cluster/test_contract.py`, the suite that every launcher passes;
+   there it is said why `k8s` cannot be.
 """
 
 from __future__ import annotations
@@ -86,6 +87,9 @@ class Launcher(ABC):
     finds_node_0_by_name: ClassVar[bool] = False
     """Whether ranks receive the host name of node 0 instead of its address. The name then has to
     resolve on every node."""
+    is_followed_by_folder: ClassVar[bool] = True
+    """Whether the folder of a run that was queued is to be seen where it was typed, so that what
+    becomes of the run is read there."""
     has_one_agent_per_host: ClassVar[bool] = False
     """Whether no two agents of a start share a host. One that is started there again then waits
     until the lost one has ended."""
@@ -167,6 +171,11 @@ class Launcher(ABC):
     def record_nodes(self, run: Run, report: NodeReport) -> None:  # noqa: B027  not all need it
         """Write down which nodes go on and which ones are lost, after each change, on the node that
         leads. By default nobody reads it."""
+
+    def get_stop_limit_s(self, config: Config) -> float | None:
+        """Return how long after the request to stop everything has to be over; None: nobody says.
+        What still runs then is killed."""
+        return None
 
     def count_restarts_left(self, run: Run, config: Config) -> int:
         """Return how often the workers may be restarted. It is called once, on node 0."""

@@ -102,6 +102,8 @@ class LaunchPlan:
     """What is executed, word by word."""
     script: str = ""
     """The batch script."""
+    manifest: str = ""
+    """The objects of Kubernetes, as YAML."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values for JSON."""
@@ -123,8 +125,9 @@ class LaunchPlan:
             yield from (f"  {key}={value}" for key, value in self.variables.items())
         yield ""
         yield from (f"{i}. {step}" for i, step in enumerate(self.steps, 1))
-        if self.script:
-            yield from ("", "script:", *(f"  {line}" for line in self.script.splitlines()))
+        for title, text in (("script:", self.script), ("manifest:", self.manifest)):
+            if text:
+                yield from ("", title, *(f"  {line}" for line in text.splitlines()))
 
     def _render_shape(self) -> str:
         """Return how many processes on how many devices each, where that is more than one."""

@@ -13,6 +13,7 @@ LAUNCHER_CLASSES = {
     "env": "echelon.launch.env_launcher:EnvLauncher",
     "ssh": "echelon.launch.ssh.launcher:SshLauncher",
     "slurm": "echelon.launch.slurm.launcher:SlurmLauncher",
+    "k8s": "echelon.launch.k8s.launcher:KubernetesLauncher",
 }
 """`launch.kind` → MODULE:CLASS."""
 

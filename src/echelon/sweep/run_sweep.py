@@ -81,6 +81,14 @@ def run_sweep(
         raise EchelonError(
             Fault("launch=env is run on every node, and a sweep is run once", "use launch=ssh")
         )
+    if plan.first_config.launch.kind == "k8s":
+        raise EchelonError(
+            Fault(
+                "launch=k8s queues a run and ends, and a sweep has to follow its trials",
+                "use launch=slurm, ssh or local; `echelon train -m` queues a run for each "
+                "combination of settings",
+            )
+        )
     if options.engine == "wandb":
         from echelon.sweep.wandb.engine import run_agents
 

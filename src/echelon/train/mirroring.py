@@ -136,6 +136,7 @@ def get_close_limit_s(config: Config, outcome: ExitCode, stopped_s: float) -> fl
     bytes move, one that was stopped ``stopped_s`` ago within the time it was given."""
     if outcome is not ExitCode.PREEMPTED:
         return None
-    if make_launcher(config).queue:
-        return max(1.0, config.launch.signal_lead_s - QUEUE_MARGIN_S - stopped_s)
+    limit_s = make_launcher(config).get_stop_limit_s(config)
+    if limit_s is not None:
+        return max(1.0, limit_s - QUEUE_MARGIN_S - stopped_s)
     return max(1.0, PREEMPTED_LIMIT_S - stopped_s)

@@ -177,6 +177,9 @@ class SlurmLauncher(Launcher):
         with contextlib.suppress(OSError):  # the disk may be full; then no node comes back
             write_json_atomically(run.node_report_file, report._asdict())
 
+    def get_stop_limit_s(self, config: Config) -> float:
+        return config.launch.signal_lead_s
+
     def count_restarts_left(self, run: Run, config: Config) -> int:
         """Return the restarts that are left over all jobs of the run, requeued ones included."""
         return requeue.record_start(run, config.launch)
