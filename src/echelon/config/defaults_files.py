@@ -146,7 +146,7 @@ def _read_types() -> dict[str, str]:
     return {**_list_types("launch", LaunchConfig), **_list_types("notify", NotifyConfig)}
 
 
-def _list_types(prefix: str, section: type) -> dict[str, str]:
+def _list_types(prefix: str, section: Any) -> dict[str, str]:
     types: dict[str, str] = {}
     for name, hint in typing.get_type_hints(section).items():
         key = f"{prefix}.{name}"

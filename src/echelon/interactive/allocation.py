@@ -156,8 +156,8 @@ def compute_cost(config: Config) -> AllocationCost:
     launch = config.launch
     limit = str(launch.time)
     seconds = parse_sbatch_time(limit)
-    unit, per_node = ("GPU", launch.gpus_per_node) if launch.gpus_per_node else ("CPU", None)
-    count = per_node or launch.cpus_per_node or launch.procs or 1
+    unit = "GPU" if launch.gpu_count else "CPU"
+    count = launch.gpu_count or launch.cpus_per_node or launch.procs or 1
     hours = None if seconds is None else round(launch.nodes * count * seconds / 3600, 2)
     return AllocationCost(launch.nodes, count, unit, limit, hours)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
+from echelon.errors import EchelonError
 from echelon.runs.accounting import QUEUE, RESTARTS, STOPPED, classify_start, measure_training
 from echelon.runs.energy import read_energy
 from echelon.runs.history import RunHistory, RunPhase, read_history
@@ -152,10 +153,9 @@ def find_user(run: Run) -> str:
 
 def _read_gpus_per_node(run: Run) -> int:
     try:
-        gpus = run.read_config_json()["launch"]["gpus_per_node"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return max(0, run.read_launch_config().launch.gpu_count)
+    except (EchelonError, OSError, ValueError, RecursionError, KeyError, TypeError):
         return 0
-    return gpus if isinstance(gpus, int) and gpus > 0 else 0
 
 
 # --- by histories ---

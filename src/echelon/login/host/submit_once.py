@@ -20,11 +20,13 @@ from typing import Any
 
 from echelon.config.schema import Config, build_config
 from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.launch.containers.check import require_container_for_jobs
 from echelon.launch.launcher import LaunchServices, require_no_writer
 from echelon.launch.plan import LocalMachine
 from echelon.launch.registry import make_launcher
 from echelon.launch.slurm.batch_script import ScriptEnvironment, render_script
 from echelon.launch.slurm.job_array import group_alike, plan_arrays, queue_array
+from echelon.launch.slurm.launcher import complete_group
 from echelon.launch.slurm.sbatch import find_in_queue, queue_run, require_sbatch
 from echelon.login.host.source_store import SourceStore
 from echelon.runs.run_folder import Run
@@ -175,8 +177,9 @@ def _carry_out(
         tree = store.get_tree(submission.digest)
         environment = submission.make_environment(tree)
         os.chdir(tree)
-        left = [group for group in groups if not _take_over_earlier_job(group, files)]
+        unsubmitted = [group for group in groups if not _take_over_earlier_job(group, files)]
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            left = [complete_group(group) for group in unsubmitted]
             for group in left:
                 _check(group, is_new=environment is not None)
             for run in runs if left else ():
@@ -222,6 +225,7 @@ def _check(group: Sequence[Config], is_new: bool) -> None:
         return
     # An array is one question to the controller: where sbatch refuses it, its folders go again.
     require_sbatch()
+    require_container_for_jobs(group[0])
     for config in group:
         require_no_writer(config)
 
