@@ -35,7 +35,7 @@ def die_with_process(pid: int, name: str) -> None:
     it. Nothing is done where there is no process of that id and name, since ids are others in a
     container with ids of its own."""
     try:
-        if Path(f"/proc/{pid}/comm").read_text().strip() != name:
+        if Path(f"/proc/{pid}/comm").read_bytes().strip() != os.fsencode(name):
             return
         watched = os.pidfd_open(pid)
     except OSError:

@@ -77,8 +77,8 @@ def explain_failed_start(config: Config, code: int, error_output: str, where: st
         if missing and mount.source in said:
             return Fault(
                 f"{mount.source} cannot be mounted{where}, since it is not there: {said}",
-                "create it there, or leave it out of launch.container_mounts; Echelon itself has "
-                "to be at the same path on every host",
+                "create it there, or leave it out of launch.container_mounts; Echelon itself must "
+                "be at the same path on every host",
             )
     if launch.container_python in said and missing:
         return Fault(
