@@ -212,7 +212,6 @@ def test_what_was_queued_before_a_refusal_is_told(
     """And which file decides the environment, where two could."""
     sbatch = f"""#!/bin/sh
 [ "$1" = --test-only ] && exec cat > /dev/null
-[ "$1" = --version ] && exec echo slurm 22.05.8
 [ -e {here}/once ] && {{ echo 'sbatch: error: full' >&2; exit 1; }}
 touch {here}/once; echo 7
 """

@@ -60,8 +60,10 @@ def parse_slurm_version(text: str) -> SlurmVersion | None:
 
 
 def require_known_options(script: str) -> None:
-    """Raise an EchelonError for options in a script that the Slurm of this machine does not
-    know."""
+    """Raise an EchelonError for options in a script that the Slurm of this machine does not know.
+    The version is only asked for where an option depends on it."""
+    if not any(True for _ in _iter_dependent_options(script)):
+        return
     version = read_slurm_version()
     if version is not None and (faults := list(find_unknown_options(script, version))):
         raise EchelonError(*faults)
@@ -69,17 +71,13 @@ def require_known_options(script: str) -> None:
 
 def find_unknown_options(script: str, version: SlurmVersion) -> Iterator[Fault]:
     """Yield a fault for each option in a script that this version does not know."""
-    for line in script.splitlines():
-        if not (option := re.match(r"#SBATCH --(([\w-]+)(=topo)?)", line)):
-            continue
-        added = _ADDED.get(option[1], _ADDED.get(option[2], version))
-        removed = _REMOVED.get(option[2])
-        given = line.removeprefix("#SBATCH ")
-        if version < added:
+    for given, name in _iter_dependent_options(script):
+        added, removed = _ADDED.get(name), _REMOVED.get(name)
+        if added is not None and version < added:
             yield Fault(
                 f"{given} is an option of Slurm {added} and later, but here is Slurm {version}",
                 "set launch.gpu_request=gres"
-                if option[2].startswith("gpus-per-")
+                if name.startswith("gpus-per-")
                 else "leave it out of launch.sbatch",
             )
         elif removed is not None and version >= removed:
@@ -88,3 +86,13 @@ def find_unknown_options(script: str, version: SlurmVersion) -> Iterator[Fault]:
                 f"{version}",
                 "leave it out of launch.sbatch",
             )
+
+
+def _iter_dependent_options(script: str) -> Iterator[tuple[str, str]]:
+    """Yield the options in a script that not all versions know: as they are written, and their
+    names in the tables."""
+    for line in script.splitlines():
+        if option := re.match(r"#SBATCH --(([\w-]+)(=topo)?)", line):
+            known = (name for name in (option[1], option[2]) if name in {*_ADDED, *_REMOVED})
+            if name := next(known, ""):
+                yield line.removeprefix("#SBATCH "), name
