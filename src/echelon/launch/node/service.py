@@ -379,6 +379,8 @@ class _NodeService:
 
     def _lead(self) -> None:
         """Do what node 0 did until now: hold the folder of the run, and say where it leads."""
+        assert self._run is not None
+        self._start_news(self._run)  # at once: the run may end before the folder can be claimed
         threading.Thread(target=self._claim_folder, daemon=True, name="claim").start()
         from echelon.launch.node.key_agreement import LIFELINE_KEY
 
@@ -401,7 +403,6 @@ class _NodeService:
             with contextlib.suppress(EchelonError):
                 claim_run_folder(self._run, shares_with_command=self._launcher.command_holds_folder)
                 start_writer_beats(self._run)
-                self._start_news(self._run)
                 return
             time.sleep(_CLAIM_INTERVAL_S)
 
