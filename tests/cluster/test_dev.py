@@ -120,15 +120,29 @@ def _slow_controller(dev: CommandLine) -> Iterator[None]:
         timer.join()
 
 
+@contextmanager
+def _used(job: str) -> Iterator[None]:
+    """Meanwhile a process of the job computes, so that it is not idle, however slow all else is."""
+    words = [sys.executable, "-c", "while True: pass"]
+    busy = subprocess.Popen(words, env={"SLURM_JOB_ID": job})
+    try:
+        yield
+    finally:
+        busy.kill()
+        busy.wait()
+
+
 def test_an_allocation_ends_when_it_is_idle(dev: CommandLine) -> None:
     words = ("launch=slurm", "launch.time=10", "--idle", "0.2")
     with _terminal(dev, *words) as terminal:
-        _ask(terminal, "sleep 1")
-        number = _state(dev)["job"]
+        job = re.search(r"job (\d+)", terminal.wait_for(": echelon-dev", LIMIT_S))
+        assert job is not None
+        with _used(job[1]):
+            assert _ask(terminal, "echo $SLURM_JOB_ID") == job[1]
         terminal.wait_for("nobody uses this allocation; it ends in", LIMIT_S)
         assert terminal.wait(LIMIT_S) == ExitCode.OK
         assert "is over: nobody used it for 0.2 minutes" in terminal.shown
-    dev.cluster.wait_for_job(number, "COMPLETED")
+    dev.cluster.wait_for_job(job[1], "COMPLETED")
 
 
 def test_the_time_limit_is_told_and_ends_it(dev: CommandLine) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 
@@ -57,6 +58,15 @@ class ActivityMonitor:
     def list_terminals(self) -> set[str]:
         """Return the terminals that processes of the job have open on this node."""
         return {terminal for pid in self._iter_processes() for terminal in find_terminals(pid)}
+
+    def hang_up_terminals(self) -> None:
+        """Tell processes at a terminal that it is gone. An interactive shell ignores TERM, so Slurm
+        would keep the nodes for another half a minute before it kills it."""
+        for pid in self._iter_processes():
+            fields = read_stat_fields(pid)
+            if fields is not None and fields[4] != "0":
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGHUP)
 
     def _iter_processes(self) -> Iterator[int]:
         """Yield the processes of this user in the job, without this one."""

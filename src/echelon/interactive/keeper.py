@@ -64,21 +64,23 @@ class Keeper:
         self._is_time_short = True
 
     def run(self) -> int:
-        """Watch until the job has not been used for too long."""
+        """Watch until the job has not been used for too long, or somebody has ended it."""
         self._write_variables()
         reporters = self._start_reporters()
         try:
-            while not self._has_been_idle():
+            while not (self._is_ended() or self._has_been_idle()):
                 self._wait_until(time.monotonic() + self._sample_s)
         finally:
             self._sshd.stop()
             if reporters is not None:
                 reporters.terminate()
-        why = f"nobody used it for {self._idle_s / 60:g} minutes"
-        with contextlib.suppress(OSError):
-            self._files.ended_file.write_text(f"{why}\n", encoding="utf-8")
-        self._tell_terminals(f"this allocation ends: {why}")
-        print(f"job {self._job} ends: {why}", flush=True)
+        if not self._is_ended():
+            why = f"nobody used it for {self._idle_s / 60:g} minutes"
+            with contextlib.suppress(OSError):
+                self._files.ended_file.write_text(f"{why}\n", encoding="utf-8")
+            self._tell_terminals(f"this allocation ends: {why}")
+            print(f"job {self._job} ends: {why}", flush=True)
+        self._monitor.hang_up_terminals()
         return 0
 
     def _write_variables(self) -> None:
@@ -108,6 +110,11 @@ class Keeper:
             )
         return left_s <= 0
 
+    def _is_ended(self) -> bool:
+        """Return whether `echelon dev --end` was typed. Slurm ends the steps of the job first, and
+        would have its script wait for half a minute."""
+        return self._files.ended_file.exists()
+
     def _has_activity_elsewhere(self) -> bool:
         """Return whether a node has counted an activity since the last look."""
         counts = {}
@@ -124,7 +131,7 @@ class Keeper:
             if self._is_time_short:
                 self._is_time_short = False
                 self._tell_terminals("the time limit of this allocation is near: save your work")
-            if self._sshd.serve_request():
+            if self._is_ended() or self._sshd.serve_request():
                 return
             time.sleep(_TICK_S)
 
@@ -177,6 +184,7 @@ def main() -> int:
         report_activity(given.folder, os.environ["SLURM_JOB_ID"], given.report_s)
     files = AllocationFolder(given.folder.name, given.folder)
     keeper = Keeper(files, given.idle_s, dict(os.environ))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # by way of `finally`
     signal.signal(signal.SIGUSR2, lambda number, frame: keeper.announce_short_time())
     return keeper.run()
 
