@@ -182,14 +182,20 @@ def test_a_store_that_fails_in_a_training_ends_nothing(
     server: ObjectStoreServer, mirror: str, tmp_path: Path
 ) -> None:
     env = server.environment | {"ECHELON_STORE_RETRIES": "0"}
-    begun = [0]
+    noted, failed = tmp_path / "noted", set[tuple[str, str]]()
 
-    def fail_after_the_start(method: str, path: str) -> int | None:
-        begun[0] += path.endswith("step-000000002/manifest.json") and method == "PUT"
-        return 500 if begun[0] else None
+    def fail_from_the_first_manifest(method: str, path: str) -> int | None:
+        if not failed and not (path.endswith("/manifest.json") and method == "PUT"):
+            return None
+        if (method, path) in failed:  # it is tried again, so the failure was noted
+            noted.touch()
+        failed.add((method, path))
+        return 500
 
-    server.decide = fail_after_the_start
-    trained = train_world(tmp_path, 2, *SHORT, mirror, env=env)
+    server.decide = fail_from_the_first_manifest
+    # The training is not over before that.
+    wait = {"ECHELON_TEST_FAULT": "0:3:go", "ECHELON_TEST_AFTER": str(noted)}
+    trained = train_world(tmp_path, 2, *SHORT, mirror, env=env | wait)
     assert trained.codes == [0, 0], trained.said
     assert trained.said.count(f"is not mirrored to s3://{server.bucket}/runs/a yet") == 1
     assert f"warning: step 12 is not in the mirror s3://{server.bucket}/runs/a: " in trained.said
