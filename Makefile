@@ -46,7 +46,7 @@ bench: $(BENCH) ## measure beside the peers; results go to benchmarks/
 bench-gpu:      ## the same on an NVIDIA GPU, with this machine's own Python and torch
 	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/carried:$$PYTHONPATH python3 benchmarks/run.py --gpu
 
-campaigns: $(READY) ## long fault campaigns: 1,000 kills while saving, 200 restarts, 200 starts, kills in a sweep, random configurations, 200 kills over all kinds of data, 100 ranks replaced, two hours of faults on three hosts, by ssh and by Slurm
+campaigns: $(READY) ## long fault campaigns: 1,000 kills while saving, 200 restarts, 200 starts, kills in a sweep, random configurations, 200 kills over all kinds of data, 100 ranks replaced, two hours of faults on three hosts, by ssh and by Slurm, and 100 laptops killed while they submit
 	$(PY) tests/campaigns/snapshot_kills.py --kills 1000 --flips 1000 --json benchmarks/results/snapshot_kills.json
 	$(PY) tests/campaigns/restarts.py --restarts 200 --starts 200 --json benchmarks/results/restarts.json
 	$(PY) tests/campaigns/sweep_kills.py --trials 50 --kills 40 --pause-s 5 --json benchmarks/results/sweep_kills.json

@@ -105,10 +105,18 @@ class LoginSubmission:
         if file.endswith(".py") and self.source is not None:
             inside = Path(file).resolve().relative_to(self.source).as_posix()
             experiment["entry"] = f"{root}/{STATE_FOLDER}/code/{name}/{inside}:{function}"
+        # The project and the user of wandb may stand in variables of this machine.
+        wandb = config.track.wandb
+        wandb = replace(
+            wandb,
+            project=wandb.project or os.environ.get("WANDB_PROJECT"),
+            entity=wandb.entity or os.environ.get("WANDB_ENTITY"),
+        )
         return replace(
             config,
             experiment=experiment,
             launch=launch,
+            track=replace(config.track, wandb=wandb),
             run=replace(config.run, dir=f"{root}/{RUNS_FOLDER}"),
             trainer=replace(config.trainer, resume=self._map_snapshot(config.trainer.resume)),
         )
