@@ -107,7 +107,7 @@ def _require_modules(
             cwd=source,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             timeout=_CHECK_LIMIT_S,
         )

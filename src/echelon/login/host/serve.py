@@ -206,7 +206,7 @@ class HostSession:
                 env={**os.environ, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
                 errors="replace",
                 timeout=_COMMAND_LIMIT_S,
             )

@@ -21,7 +21,7 @@ from typing import Any
 from echelon.config.schema import Config, build_config
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.containers.check import require_container_for_jobs
-from echelon.launch.launcher import LaunchServices, require_no_writer
+from echelon.launch.launcher import LaunchServices, read_launch_secrets, require_no_writer
 from echelon.launch.plan import LocalMachine
 from echelon.launch.registry import make_launcher
 from echelon.launch.slurm.batch_script import ScriptEnvironment, render_script
@@ -29,6 +29,7 @@ from echelon.launch.slurm.job_array import group_alike, plan_arrays, queue_array
 from echelon.launch.slurm.launcher import complete_group
 from echelon.launch.slurm.sbatch import find_in_queue, queue_run, require_sbatch
 from echelon.login.host.source_store import SourceStore
+from echelon.notify.registry import require_channels
 from echelon.runs.run_folder import Run
 from echelon.utils.files import read_json_object, write_json_atomically
 from echelon.utils.locks import FileLock
@@ -217,6 +218,8 @@ def _check(group: Sequence[Config], is_new: bool) -> None:
         )
     launcher = make_launcher(group[0])
     launcher.complete_config(group[0], False)
+    if group[0].notify.to:
+        require_channels(group[0].notify, os.environ | read_launch_secrets(group[0], False))
     plan = launcher.plan(group[0], _describe_machine())
     if faults := launcher.find_config_faults(group[0], plan, _describe_machine()):
         raise EchelonError(*faults)
