@@ -237,7 +237,7 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
         (["launch.k8s.volumes=[a:/dev/shm,b:/mnt/team]"], "/dev/shm is used by the pods already"),
         (["launch.container=image.sif"], "is not an image that a node of Kubernetes can pull"),
         (["launch.sbatch=['--mem=1G']"], "add launch=slurm, or leave launch.sbatch out"),
-        (["launch=local"], "add launch=k8s, or leave launch.container out"),
+        (["launch=local"], "add launch=k8s, or leave launch.k8s.volumes out"),
     ],
 )
 def test_a_fault_has_a_remedy(words: list[str], what: str, tmp_path: Path) -> None:
