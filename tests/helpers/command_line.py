@@ -133,7 +133,7 @@ class CommandLine:
 
     def agent(self, host: str) -> int:
         """The one on a host, once it has workers."""
-        return int(until(lambda: self._agent(host), START_S, f"an agent on {host}"))
+        return int(until(lambda: self._agent(host), START_S, f"an agent on {host}", self.describe))
 
     def worker(self, host: str) -> int:
         """The first one of a host's agent."""

@@ -46,7 +46,10 @@ def start_world(command_line: CommandLine, *words: str, nodes: int = 3) -> list[
 
 
 def wait_for_ends(world: list[RunningCommand]) -> list[int]:
-    until(lambda: all(n.process.poll() is not None for n in world), START_S, "all ended")
+    def describe() -> str:
+        return "\n".join(node.describe() for node in world)
+
+    until(lambda: all(n.process.poll() is not None for n in world), START_S, "all ended", describe)
     return [node.wait().code for node in world]
 
 
