@@ -5,7 +5,8 @@ Slurm's commands are programs that answer as Slurm does and write down that they
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def test_two_connections_with_one_submission_queue_one_job(
     store: SourceStore, calls: Path, tmp_path: Path
 ) -> None:
     slurm_says(tmp_path, "sleep 0.5; echo 7")
-    with ThreadPoolExecutor(2) as pool:
+    # Each connection is a process of its own there, which forks.
+    with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
         both = [pool.submit(submit_once, store, make_submission(store)) for _ in range(2)]
         assert [jobs_of(each.result()) for each in both] == [["7"], ["7"]]
     assert calls.read_text().split() == ["sbatch"]
