@@ -26,7 +26,7 @@ test-here: lint
 	$(PYTEST) tests --ignore=tests/cluster -n 3 --dist worksteal -m $(CPU) < /dev/null
 
 test-cluster: $(READY)
-	$(PYTEST) tests/cluster -n 2 --dist loadgroup -m $(CPU) < /dev/null
+	$(PYTEST) tests/cluster -n 4 --dist loadgroup -m $(CPU) < /dev/null
 
 check: lint     ## lint, types, unit tests: under a minute
 	$(PYTEST) tests -n auto --dist worksteal -m "not slow and not gpu and not campaign" < /dev/null

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,10 @@ def test_a_file_of_defaults_over_ssh_is_one_that_slurm_takes(
     assert (launch["partition"], launch["gpus_per_node"], launch["time"]) == ("main", 1, "4:00:00")
     assert "8 a100, 4 l40s" in shown.out
     assert "keeps no accounting" in shown.out
-    assert "a job with launch.nodes=2 would start" in free.out
+    with_defaults = (
+        r"a job with launch\.nodes=2, and .*launch\.partition=main.* of echelon\.yaml, would"
+    )
+    assert re.search(with_defaults, free.out), free.out
     taken = command_line.type("run", "launch=slurm", "mode=plain", "--wait", "--", "true")
     assert taken.code == ExitCode.OK, taken.output
 

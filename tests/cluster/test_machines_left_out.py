@@ -119,11 +119,14 @@ def start_by_ssh(command_line: CommandLine, *words: str) -> RunningCommand:
 def test_a_host_that_is_lost_twice_is_not_taken_back(
     command_line: CommandLine, clean_run: Run
 ) -> None:
-    started = start_by_ssh(command_line, "missing_pause_s=0.3")
+    seen = command_line.folder / "seen"
+    started = start_by_ssh(command_line, "missing_pause_s=0.3", f"pause_until={seen}")
     host = command_line.cluster.nodes[1]
     os.kill(command_line.agent(host), signal.SIGKILL)
     wait_for_text(command_line, "rank 1 replaced: 3 processes")
     os.kill(command_line.agent(host), signal.SIGKILL)
+    wait_for_text(command_line, f"{host} is at fault (at fault 2 times")
+    seen.touch()
     done = started.wait()
     assert done.code == ExitCode.OK, done.err
     assert done.err.count(f"{host} takes over rank 1") == 1, done.err
