@@ -108,10 +108,11 @@ def find_out_of_reach(browser: Browser) -> list[str]:
         """
         const css = "a[href], button, input, select, textarea, summary, [tabindex]";
         const isSeen = (e) => e.checkVisibility({ visibilityProperty: true }) && !e.disabled;
-        const all = [...document.querySelectorAll(css)].filter(isSeen);
         const inside = "[role=treegrid], [role=menu], [role=tablist], [role=log]";
-        window.outOfReach = new Set(all.filter((e) => e.tabIndex >= 0 ||
-          (e.matches("a, button, input, select, textarea, summary") && !e.closest(inside))));
+        window.findControls = () => [...document.querySelectorAll(css)].filter(isSeen)
+          .filter((e) => e.tabIndex >= 0 ||
+            (e.matches("a, button, input, select, textarea, summary") && !e.closest(inside)));
+        window.outOfReach = new Set(window.findControls());
         const count = window.outOfReach.size;
         window.unmarked = new Set();
         window.steps = 0;
@@ -125,8 +126,11 @@ def find_out_of_reach(browser: Browser) -> list[str]:
         });
         return count;"""
     )
-    browser.press(*[Key.TAB] * (count + 2))
-    browser.wait_until_true("window.steps >= arguments[0]", count)
+    pressed = 0
+    while count > pressed:  # parts that come meanwhile have controls too, on the way to others
+        browser.press(*[Key.TAB] * (count - pressed + 2))
+        browser.wait_until_true("window.steps >= arguments[0]", count)
+        pressed, count = count, browser.run("return window.findControls().length")
     missed: dict[str, Any] = browser.run(
         """
         const write = (elements) =>
