@@ -28,7 +28,7 @@ test-here: lint
 test-cluster: $(READY)
 	$(PYTEST) tests/cluster -n 4 --dist loadgroup -m $(CPU) < /dev/null
 
-check: lint     ## lint, types, unit tests: under a minute
+check: lint     ## lint, types, unit tests: two to three minutes on two cores
 	$(PYTEST) tests -n auto --dist worksteal -m "not slow and not gpu and not campaign" < /dev/null
 
 lint: $(READY)

@@ -154,7 +154,7 @@ class SlurmLauncher(Launcher):
         read_launch_secrets(configs[0], dry_run)
         if not dry_run:
             require_container_for_jobs(configs[0])
-        return submit_arrays(complete_group(configs), dry_run)
+        return submit_arrays(complete_array_configs(configs), dry_run)
 
     def read_node_rank(self, env: Mapping[str, str]) -> int:
         """Return the number of the node in the step that srun made of this process."""
@@ -247,7 +247,7 @@ class SlurmLauncher(Launcher):
         return batch_script.FIRST_PORT + int(job) % batch_script.PORTS if job.isdecimal() else 0
 
 
-def complete_group(configs: Sequence[Config]) -> list[Config]:
+def complete_array_configs(configs: Sequence[Config]) -> list[Config]:
     """Return the configurations of runs that are submitted together, with the jobs that they wait
     for and the container runtime of this cluster."""
     return [*map(pin_runtime, resolve_dependencies(configs))]

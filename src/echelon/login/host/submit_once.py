@@ -26,7 +26,7 @@ from echelon.launch.plan import LocalMachine
 from echelon.launch.registry import make_launcher
 from echelon.launch.slurm.batch_script import ScriptEnvironment, render_script
 from echelon.launch.slurm.job_array import group_alike, plan_arrays, queue_array
-from echelon.launch.slurm.launcher import complete_group
+from echelon.launch.slurm.launcher import complete_array_configs
 from echelon.launch.slurm.sbatch import find_in_queue, queue_run, require_sbatch
 from echelon.login.host.source_store import SourceStore
 from echelon.notify.registry import require_channels
@@ -180,7 +180,7 @@ def _carry_out(
         os.chdir(tree)
         unsubmitted = [group for group in groups if not _take_over_earlier_job(group, files)]
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            left = [complete_group(group) for group in unsubmitted]
+            left = [complete_array_configs(group) for group in unsubmitted]
             for group in left:
                 _check(group, is_new=environment is not None)
             for run in runs if left else ():
