@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import urllib3
+
 from common import HERE, descendants
 
 sys.path.append(str(HERE.parent / "tests" / "helpers"))
@@ -56,6 +58,15 @@ class BenchmarkPage:
     def command(self, name: str, **parameters: Any) -> Any:
         return self.driver.execute_cdp_cmd(name, parameters)
 
+    def navigate(self, url: str) -> None:
+        """Begin to load a page, which ends when its server has answered at all."""
+        try:
+            self.command("Page.navigate", url=url)
+        except urllib3.exceptions.ReadTimeoutError as error:  # of the client, after two minutes
+            raise TimeoutError(
+                "its server has not answered the browser after two minutes"
+            ) from error
+
     def run(self, script: str, *values: Any) -> Any:
         return self.driver.execute_script(script, *values)
 
@@ -79,7 +90,7 @@ class BenchmarkPage:
         """Open a page and return the time at which a condition held, the body of a function in
         JavaScript."""
         with self.prepare(WATCH % is_shown):
-            self.command("Page.navigate", url=url)
+            self.navigate(url)
             return self._wait_until_shown(is_shown, limit_s)
 
     def act_until(self, action: str, is_shown: str, limit_s: float = LIMIT_S) -> float:
