@@ -68,10 +68,11 @@ def measure(sizes: Sizes | None = None) -> Result:
     loads: dict[str, float] = {}
     with open_page() as page:
         parts: dict[str, Callable[[], list[Figure]]] = {
-            "start": lambda: measure_starts(page, root, sizes, peers, missing),
             "curves": lambda: measure_curves(page, long_root, sizes.lines, sizes.rounds),
             "delay": lambda: measure_delay(page, root),
             "cost": lambda: measure_cost(page, root, sizes.trainings),
+            # Last, as what some peers have begun goes on for a while after they were ended.
+            "start": lambda: measure_starts(page, root, sizes, peers, missing),
         }
         for name, part in parts.items():
             loads[name] = round(os.getloadavg()[0], 1)
