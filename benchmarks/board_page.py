@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import urllib3
+from selenium.common.exceptions import TimeoutException
+from urllib3.exceptions import ReadTimeoutError
 
 from common import HERE, descendants
 
@@ -56,25 +57,16 @@ class BenchmarkPage:
         self.driver = driver
 
     def command(self, name: str, **parameters: Any) -> Any:
-        return self.driver.execute_cdp_cmd(name, parameters)
-
-    def navigate(self, url: str) -> None:
-        """Begin to load a page, which ends when its server has answered at all."""
-        try:
-            self.command("Page.navigate", url=url)
-        except urllib3.exceptions.ReadTimeoutError as error:  # of the client, after two minutes
-            raise TimeoutError(
-                "its server has not answered the browser after two minutes"
-            ) from error
+        with answering():
+            return self.driver.execute_cdp_cmd(name, parameters)
 
     def run(self, script: str, *values: Any) -> Any:
-        return self.driver.execute_script(script, *values)
+        with answering():
+            return self.driver.execute_script(script, *values)
 
     def leave(self) -> None:
-        self.driver.get("about:blank")
-
-    def forget_cache(self) -> None:
-        self.command("Network.clearBrowserCache")
+        with answering():
+            self.driver.get("about:blank")
 
     @contextlib.contextmanager
     def prepare(self, script: str) -> Iterator[None]:
@@ -90,7 +82,7 @@ class BenchmarkPage:
         """Open a page and return the time at which a condition held, the body of a function in
         JavaScript."""
         with self.prepare(WATCH % is_shown):
-            self.navigate(url)
+            self.command("Page.navigate", url=url)
             return self._wait_until_shown(is_shown, limit_s)
 
     def act_until(self, action: str, is_shown: str, limit_s: float = LIMIT_S) -> float:
@@ -132,6 +124,15 @@ class BenchmarkPage:
         }
         self.run("const end = performance.now() + 300; while (performance.now() < end);")
         return max(found, key=lambda pid: read_processor_s(pid) - found[pid])
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """Whatever it is that a browser waits for in vain, a script or a server, is a TimeoutError."""
+    try:
+        yield
+    except (ReadTimeoutError, TimeoutException) as error:
+        raise TimeoutError(f"the page or its server does not answer: {error}") from error
 
 
 @contextlib.contextmanager
