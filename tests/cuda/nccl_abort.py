@@ -22,7 +22,7 @@ def main(folder: str) -> None:
     open_group(folder, 0)
     dist.all_reduce(weights.clone())  # makes the communicator
     torch.cuda.synchronize()
-    torch.cuda._sleep(_WAIT_CYCLES)
+    torch.cuda._sleep(_WAIT_CYCLES)  # type: ignore[no-untyped-call]
     waiting = dist.all_reduce(weights.clone(), async_op=True)
     was_waiting = not waiting.is_completed()
     dist.distributed_c10d._abort_process_group()
