@@ -360,7 +360,7 @@ class RankWorker:
         try:
             group.barrier_before_exit()
         except RuntimeError:
-            if self.rounds is None or not self.rounds.have_all_ended():
+            if self.rounds is None or not self.rounds.have_all_ended(_NEXT_ROUND_TIMEOUT_S):
                 raise
         self.has_left_group = True
 

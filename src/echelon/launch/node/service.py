@@ -197,7 +197,9 @@ class _NodeService:
                 raise  # it came later, and is nobody's loss
             first_rank = self._node.rank * self._node.procs
             failure = failures.make_failure_from_exception(error, first_rank, None)
-            return self._finish_with_failure(self._lifeline.agree_on_failure(0, failure))
+            # Not of one attempt: those before it may have failed by something else.
+            self._lifeline.end_every_attempt(failure)
+            return self._finish_with_failure(self._lifeline.find_failure(0) or failure)
         if result.is_failed():
             assert agent.failure is not None
             code = self._finish_with_failure(agent.failure)
@@ -331,9 +333,11 @@ class _NodeService:
     def _exit_without_others(self, failure: Failure) -> None:
         """End this process when the others are lost. There is nothing to continue with, and the
         main thread may be waiting for them; the workers end with this process."""
-        self._record_unless_others_go_on(failure)
-        self._report_failure(failure)
-        os._exit(failure.exit)
+        try:
+            self._record_unless_others_go_on(failure)
+            self._report_failure(failure)
+        finally:  # the disk may be full, and nobody may read what is printed
+            os._exit(failure.exit)
 
     def _record_unless_others_go_on(self, failure: Failure) -> None:
         """Write the failure into the status. The smaller side of a cut network first waits for a
