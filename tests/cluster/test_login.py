@@ -215,6 +215,109 @@ def test_commands_of_a_file_work_in_copies_of_their_own(project: Laptop) -> None
     assert is_a_sentence_and_a_hint(refused.err), refused.err
 
 
+SWEEP = """\
+method: grid
+metric: {name: loss, goal: minimize}
+parameters:
+  seed: {values: [1, 2]}
+  trainer.epochs: {value: 1}
+"""
+
+
+def test_a_sweep_searches_there_and_its_trials_come_back(project: Laptop) -> None:
+    laptop = project
+    pytest.importorskip("optuna")
+    (laptop.folder / "s.yml").write_text(SWEEP)
+    # A file of defaults goes with the code: workers must not log in anywhere.
+    lines = [f"  {word.partition('.')[2].replace('=', ': ', 1)}\n" for word in laptop.words[1:5]]
+    (laptop.folder / "echelon.yaml").write_text(f"launch:\n{''.join(lines)}")
+    where = ("launch=slurm", laptop.words[-1], "experiment=train.py:experiment")
+    plan = laptop.type("sweep", "s.yml", *where, "--dry-run")
+    assert plan.code == ExitCode.OK, plan.err
+    assert f"{laptop.remote}/runs/s" in plan.out
+    assert not laptop.remote.joinpath(".echelon").exists()
+    done = laptop.type("sweep", "s.yml", *where, "--parallel", "2", "--wait", "--json")
+    assert done.code == ExitCode.OK, done.output
+    told = json.loads(done.out[done.out.index("{") :])
+    assert [trial["state"] for trial in told["trials"]] == ["finished", "finished"], done.output
+    for number in (0, 1):
+        copy, there = laptop.run(f"s-{number}"), laptop.remote / "runs" / f"s-{number}"
+        for name in ("metrics.jsonl", "status.json"):
+            assert (copy.folder / name).read_bytes() == (there / name).read_bytes()
+        assert read_copy_state(copy).is_settled
+    resumed = laptop.type("resume", "s-0")
+    assert "is a trial of the sweep s on login" in resumed.err
+    # Killed once the workers are queued: the same command takes them over.
+    held = ("sweep", "s.yml", "--name", "held", *where, HOLD)
+    running = laptop.start(*held)
+    until(lambda: laptop.queue("held"), 120, "workers", laptop.describe)
+    laptop.kill(running)
+    again = laptop.type(*held)
+    assert len(laptop.queue("held")) == 1, again.output
+    shown = json.loads(laptop.type("sweep", "show", "held", "--json").out)
+    assert (shown["results"], shown["run_cap"]) == (0, 2)
+    refused = laptop.type("sweep", "s.yml", "--name", "held", *where, "trainer.batch_size=16")
+    assert "is another one" in refused.err
+    assert is_a_sentence_and_a_hint(refused.err), refused.err
+    cancelled = laptop.type("cancel", "held")
+    assert "were told to save and end" in cancelled.out, cancelled.output
+    until(lambda: not laptop.queue("held"), 120, "an empty queue", laptop.describe)
+
+
+def test_python_and_preflight_ask_by_the_login_node(project: Laptop) -> None:
+    laptop = project
+    checked = laptop.type("preflight", *laptop.words, "launch.nodes=2", "--json")
+    found = json.loads(checked.out)
+    assert len({node["host"] for node in found["nodes"]}) == 2, checked.output
+    assert {check["check"] for check in found["checks"]} >= {"start", "tcp"}
+    refused = laptop.type("preflight", *laptop.words, "launch.partition=nowhere")
+    assert refused.code != ExitCode.OK
+    assert "on login: Slurm does not take the job" in refused.err, refused.output
+    assert is_a_sentence_and_a_hint(refused.err), refused.err
+    (laptop.folder / "work.py").write_text(
+        "from scale import SCALE\n\ndef scaled(x, by):\n    return {'value': SCALE * x * by}\n"
+    )
+    settings = dict(word.removeprefix("launch.").split("=", 1) for word in laptop.words[1:5])
+    exclude = [laptop.words[-1].split("'")[1]]
+    ran = laptop.run_python(
+        "import echelon\n"
+        f"launch = {settings!r}\n"
+        "job = echelon.submit('work.py:scaled', args=[3], kwargs={'by': 2}, "
+        f"sbatch={exclude!r}, **launch)\n"
+        "print(job.result(), job.state)\n"
+    )
+    assert ran.code == ExitCode.OK, ran.output
+    assert ran.out.splitlines()[-1] == "{'value': 6.0} finished"
+
+
+def test_what_follows_a_run_is_killed_there_again_and_again(project: Laptop) -> None:
+    """A login node ends processes that are there for long; and the run gives back a node."""
+    laptop = project
+    words = ("train", "experiment=train.py:experiment", *laptop.words, "run.name=c")
+    settings = ("launch.nodes=2", "launch.procs=1", "seconds=0.2", "trainer.epochs=1000")
+    done = laptop.type(*words, *settings)
+    assert done.code == ExitCode.OK, done.output
+    following = laptop.start("attach", "c")
+    until(
+        lambda: "evaluated after step 4" in following.read_output(), 300, "steps", laptop.describe
+    )
+    for number in range(3):
+        until(laptop.kill_answering_processes, 60, "a process that answers", laptop.describe)
+        until(
+            lambda n=number: following.read_output().count("answers again") > n,  # type: ignore[misc]
+            120,
+            "it is started again",
+            laptop.describe,
+        )
+    scaled = laptop.type("scale", "c", "nodes=1", "--json")
+    assert scaled.code == ExitCode.OK, scaled.output
+    assert json.loads(scaled.out)["nodes"] == 1
+    assert laptop.type("cancel", "c").code == ExitCode.OK
+    ended = following.wait(300)
+    assert ended.code == ExitCode.PREEMPTED, ended.output
+    assert "everything is saved" in ended.out
+
+
 # --- nothing half, nothing twice ----------------------------------------------------------------
 
 
