@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -279,12 +280,14 @@ def test_python_and_preflight_ask_by_the_login_node(project: Laptop) -> None:
     )
     settings = dict(word.removeprefix("launch.").split("=", 1) for word in laptop.words[1:5])
     exclude = [laptop.words[-1].split("'")[1]]
-    ran = laptop.run_python(
+    ran = laptop.run_program(
+        sys.executable,
+        "-c",
         "import echelon\n"
         f"launch = {settings!r}\n"
         "job = echelon.submit('work.py:scaled', args=[3], kwargs={'by': 2}, "
         f"sbatch={exclude!r}, **launch)\n"
-        "print(job.result(), job.state)\n"
+        "print(job.result(), job.state)\n",
     )
     assert ran.code == ExitCode.OK, ran.output
     assert ran.out.splitlines()[-1] == "{'value': 6.0} finished"

@@ -67,9 +67,9 @@ class Laptop:
         """`echelon WORDS` in the project's folder."""
         return self._start([*ECHELON, *words], variables)
 
-    def run_python(self, code: str, limit_s: float = 300.0) -> CommandResult:
-        """A program of this Python in the project's folder."""
-        return self._start([sys.executable, "-c", code], {}).wait(limit_s)
+    def run_program(self, *words: str, limit_s: float = 300.0) -> CommandResult:
+        """Any program in the project's folder."""
+        return self._start(words, {}).wait(limit_s)
 
     def _start(self, words: Sequence[str], variables: Mapping[str, str]) -> RunningCommand:
         at = [sys.executable, str(slurm_cluster.PROGRAM), "--folder", str(self.cluster.kind.folder)]

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.login.frames import ConnectionLostError, receive_frame, send_frame
+from echelon.login.host.clean_up import clean_up_sometimes
 from echelon.login.host.job_commands import run_job_command
 from echelon.login.host.job_python import PythonRequest, prepare_job_python
 from echelon.login.host.run_files import SentFiles, send_states
@@ -107,6 +108,7 @@ class HostSession:
                         store.add_content(name, chunks)
                     parts = {}
             store.make_tree(digest, entries)
+        store.note_use(self._package, store.get_tree(digest))
         store.link_data(store.get_tree(digest))
         self._send({"done": True, "folder": str(store.get_tree(digest))})
 
@@ -144,6 +146,7 @@ class HostSession:
             str(request["id"]), str(request["digest"]), configs, work_lines, wanted["call"]
         )
         self._send(submit_once(self._store, submission) | {"done": True})
+        clean_up_sometimes(self._store)
 
     def _submit_sweep(self, request: dict[str, Any], data: bytes) -> None:
         wanted = json.loads(data)
@@ -164,6 +167,7 @@ class HostSession:
             int(wanted["parallel"]),
         )
         self._send(submit_once(self._store, submission) | {"done": True})
+        clean_up_sometimes(self._store)
 
     def _keep_secrets(self, submission_id: str, text: str) -> str | None:
         """Write the secrets of a submission into a file that is its owner's alone, for the job."""
@@ -207,6 +211,7 @@ class HostSession:
         for each in runs:
             each.send_changes(self._answers, bool(request["logs"]))
         self._send({"done": True})
+        clean_up_sometimes(self._store)
 
     def _follow(self, request: dict[str, Any], data: bytes) -> None:
         """Send what changes until the laptop closes its side."""

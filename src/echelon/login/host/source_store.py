@@ -147,9 +147,19 @@ class SourceStore:
         return self.folder / "files" / digest[:2] / digest[2:]
 
     def _has_file(self, digest: str, size: int) -> bool:
+        file = self._get_file(digest)
         with contextlib.suppress(OSError):
-            return self._get_file(digest).stat().st_size == size
+            status = file.stat()
+            if status.st_nlink == 1:
+                os.utime(file)  # it is in no tree, and is about to be
+            return status.st_size == size
         return False
+
+    def note_use(self, *folders: Path) -> None:
+        """Have it known that code is used today: what is not goes after a while."""
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                os.utime(folder)
 
 
 def _link_or_copy(source: str, target: str) -> None:

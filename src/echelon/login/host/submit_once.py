@@ -28,6 +28,7 @@ from echelon.launch.slurm.batch_script import ScriptEnvironment, render_script
 from echelon.launch.slurm.job_array import group_alike, plan_arrays, queue_array
 from echelon.launch.slurm.launcher import complete_array_configs
 from echelon.launch.slurm.sbatch import find_in_queue, queue_run, require_sbatch
+from echelon.login.host.detached import start_detached
 from echelon.login.host.source_store import SourceStore
 from echelon.notify.registry import require_channels
 from echelon.runs.run_folder import Run
@@ -184,26 +185,18 @@ def _carry_out_in_own_session(
     store: SourceStore, submission: OnceOnly, files: SubmissionFiles
 ) -> None:
     """Fork a process that no lost connection ends, and wait for it."""
-    child = os.fork()
-    if child:
-        os.waitpid(child, 0)
-        _wait_for_lock(files)
-        return
-    try:
-        os.setsid()
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(nothing, stream)
-        os.closerange(3, 256)
-        with FileLock(files.lock):
-            if not _is_done(files.read_result()):
-                write_json_atomically(files.result, submission.carry_out(store, files))
-    except BaseException:
-        with contextlib.suppress(BaseException):
+
+    def carry_out() -> None:
+        try:
+            with FileLock(files.lock):
+                if not _is_done(files.read_result()):
+                    write_json_atomically(files.result, submission.carry_out(store, files))
+        except BaseException:
             text = traceback.format_exc()
             write_json_atomically(files.result, {"faults": [[text, _BUG_HINT]], "exit": 1})
-    finally:
-        os._exit(0)
+
+    os.waitpid(start_detached(carry_out), 0)
+    _wait_for_lock(files)
 
 
 JOB_PYTHON = "{python of the jobs}"
