@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -410,3 +411,15 @@ def test_what_is_wrong_there_is_a_sentence(laptop: Laptop, tmp_path: Path) -> No
     with start_login_sshd(cluster, full, 2224, prepare=small):
         write_ssh_config(cluster, other, port=2224)
         assert "No space left on device" in refused(other, f"launch.remote_dir={full}/x", python)
+    (laptop.folder / "run.py").write_text("print(1)\n")
+    (laptop.folder / "blob.bin").write_bytes(os.urandom(40 << 20))
+    larger = HIDE.replace("mount -t tmpfs", "mount -t tmpfs -o size=30m")
+    with start_login_sshd(cluster, full, 2225, prepare=larger):
+        write_ssh_config(cluster, other, port=2225)
+        program = ("run", "run.name=w", *laptop.words[:2], f"launch.ssh=ssh -F {other}")
+        there = f"launch.remote_dir={full}/x"
+        done = laptop.type(*program, there, python, "--", "python", "run.py")
+        assert "on login: sending the source: a file could not be written" in done.err, done.output
+        assert "No space left on device" in done.err
+        assert is_a_sentence_and_a_hint(done.err), done.err
+        assert not laptop.run("w").folder.exists()

@@ -39,6 +39,14 @@ from echelon.sweep.trial_command import format_override_value
 _POLL_S = 0.5
 _STATES_EVERY_S = 5.0
 _COMMAND_LIMIT_S = 300.0
+_STEPS = {
+    "source": "sending the source",
+    "python": "preparing the environment",
+    "submit": "submitting the job",
+    "sweep": "submitting the workers",
+    "preflight": "checking the nodes",
+}
+"""What is being done when a file cannot be written, in words for the laptop."""
 
 
 def serve(requests: BinaryIO, answers: BinaryIO, root: Path, package: Path) -> None:
@@ -79,7 +87,8 @@ class HostSession:
             raise
         except Exception as error:  # a bug of ours is shown on the laptop, where somebody reads it
             code = error.exit if isinstance(error, EchelonError) else ExitCode.FAILED
-            faults = [[fault.what, fault.do] for fault in describe_faults(error)]
+            step = _STEPS.get(str(request["do"]), str(request["do"]))
+            faults = [[fault.what, fault.do] for fault in describe_faults(error, step)]
             self._send({"faults": faults, "exit": int(code)})
 
     def _send(self, message: dict[str, Any], data: bytes = b"") -> None:

@@ -317,15 +317,16 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     }
 
 
-def describe_faults(error: BaseException) -> Sequence[Fault]:
-    """Return the faults of an error on the login node; of a full disk, a sentence."""
+def describe_faults(error: BaseException, step: str = "submitting the job") -> Sequence[Fault]:
+    """Return the faults of an error on the login node; of a full disk, a sentence with the step in
+    which it was met."""
     if isinstance(error, EchelonError):
         return error.faults
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
         return [
             Fault(
-                f"a file could not be written there: {error.strerror or error}{where}",
+                f"{step}: a file could not be written there: {error.strerror or error}{where}",
                 "free some space or quota there, or give another folder with "
                 "launch.remote_dir=PATH; what is in its .echelon may be removed",
             )
