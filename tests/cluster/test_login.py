@@ -15,6 +15,8 @@ from command_runner import is_a_sentence_and_a_hint, until
 from laptop import Laptop, open_laptop, start_login_sshd, write_ssh_config
 from slurm_cluster import TestCluster
 from sshd import HIDE
+from wandb_server import SWEEP as SWEEP_ID
+from wandb_server import serving
 from wheels import wheel
 
 from echelon.errors import ExitCode
@@ -320,6 +322,24 @@ def test_what_follows_a_run_is_killed_there_again_and_again(project: Laptop) -> 
     ended = following.wait(300)
     assert ended.code == ExitCode.PREEMPTED, ended.output
     assert "everything is saved" in ended.out
+
+
+def test_an_agent_of_wandb_goes_there(laptop: Laptop) -> None:
+    pytest.importorskip("wandb")
+    (laptop.folder / "trial.py").write_text("import sys\nprint('trial', *sys.argv[1:])\n")
+    (laptop.folder / "agent.txt").write_text(f"wandb agent --count 1 me/project/{SWEEP_ID}\n")
+    address = laptop.cluster.addresses[laptop.cluster.nodes[0]].rpartition(".")[0] + ".1"
+    with serving(address=address) as server:
+        secrets = laptop.folder / "secrets.env"
+        secrets.write_text(f"WANDB_API_KEY={'a' * 40}\nWANDB_BASE_URL={server.url}\n")
+        secrets.chmod(0o600)
+        server.sweep.config = "method: grid\nprogram: trial.py\nparameters: {}\n"
+        server.sweep.trials = [{"lr": 0.1}]
+        words = ("submit", "--configs", "agent.txt", "--name", "agent", *laptop.words)
+        done = laptop.type(*words, f"launch.secrets={secrets}", "--wait")
+    assert done.code == ExitCode.OK, done.output
+    assert server.sweep.handed == ["trial0"]
+    assert "trial --lr=0.1" in laptop.type("logs", "agent").out
 
 
 # --- nothing half, nothing twice ----------------------------------------------------------------

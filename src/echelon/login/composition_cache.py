@@ -113,13 +113,15 @@ def _get_change_time(path: Path) -> float:
 # --- which files were read ---
 
 _opened: set[str] | None = None
+_is_hooked = False
 
 
 def _watch_files() -> None:
-    """Have Python tell of the files that are opened. It cannot be told to stop: once a process."""
-    global _opened
-    if _opened is None:
-        _opened = set()
+    """Have Python tell of the files that are opened from now on."""
+    global _opened, _is_hooked
+    _opened = set()
+    if not _is_hooked:  # a hook cannot be taken away again
+        _is_hooked = True
         sys.addaudithook(_note_opened)
 
 
@@ -132,9 +134,12 @@ def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _list_files_read() -> list[Path]:
-    """Return the files of users that were read or imported, and the `conf` folders beside them."""
+    """Return the files of users that were read or imported, and the `conf` folders beside them; no
+    more are noted."""
+    global _opened
     imported = {str(getattr(module, "__file__", None) or "") for module in [*sys.modules.values()]}
     found = {os.path.abspath(file) for file in imported if file} | (_opened or set())
+    _opened = None
     own = (*_SYSTEM_FOLDERS, f"{sys.prefix}/", f"{sys.base_prefix}/", f"{_get_own_folder()}/")
     files = {Path(f) for f in found if not f.startswith(own) and "/__pycache__/" not in f}
     files = {file for file in files if not file.is_dir()}

@@ -240,27 +240,34 @@ def raise_faults(host: str, message: dict[str, Any]) -> None:
         )
 
 
-_Early = dict[tuple[str, str, str | None], "subprocess.Popen[bytes]"]
-_early: _Early = {}
+_early: dict[tuple[str, str, str | None], subprocess.Popen[bytes]] = {}
 """Sessions that were begun before they were needed, by host, ssh command and Python."""
 
 
 def connect_early(host: str, ssh: str, python: str | None) -> None:
     """Begin the session that `open_connection` will take, while this command is busy otherwise.
 
-    It asks no questions. Where nobody takes it, it ends with this process.
+    Where nobody takes it, it ends with this process.
     """
     key = (host, ssh, python)
     with contextlib.suppress(EchelonError, OSError):
         if key not in _early:
-            _early[key] = _start_ssh(host, ssh, python, asks_questions=False)
+            _early[key] = _start_ssh(*key, asks_questions=_has_terminal())
             atexit.register(_end_early, key)
 
 
 def _end_early(key: tuple[str, str, str | None]) -> None:
     if (process := _early.pop(key, None)) is not None:
-        process.kill()
-        process.wait()
+        process.terminate()  # at a question it gives the terminal back as it was
+        try:
+            process.wait(2)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _has_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def _start_ssh(
@@ -296,21 +303,11 @@ def open_connection(
     ssh may ask for a password or a second factor where somebody sits at the terminal; lists never
     ask.
     """
-    if asks_questions is None:
-        asks_questions = sys.stdin.isatty() and sys.stderr.isatty()
     key = (target.host, target.ssh, target.python)
-    if (begun := _early.pop(key, None)) is not None:
-        connection = LoginConnection(target, begun)
-        try:
-            connection.open()
-        except LoginLostError:
-            if not asks_questions:
-                raise
-        else:
-            with contextlib.closing(connection):
-                yield connection
-            return
-    process = _start_ssh(*key, asks_questions=asks_questions)
+    process = _early.pop(key, None) if asks_questions is None else None
+    if process is None:
+        asks = _has_terminal() if asks_questions is None else asks_questions
+        process = _start_ssh(*key, asks_questions=asks)
     connection = LoginConnection(target, process)
     watchdog = threading.Timer(limit_s, connection.kill, (limit_s,))
     watchdog.daemon = True
