@@ -74,7 +74,7 @@ class CompositionCache:
     def write(self, config: Config) -> None:
         """Keep what was composed since `watch`, unless a file has changed meanwhile."""
         files = _list_files_read()
-        if len(files) > _MAX_FILES or any(_get_change_time(f) > self._began - 2 for f in files):
+        if len(files) > _MAX_FILES or any(_get_change_time(f) > self._began for f in files):
             return
         entry = {"config": config.to_dict(), "files": {str(f): _digest(f) for f in files}}
         try:
