@@ -118,9 +118,12 @@ def test_a_run_goes_there_and_comes_back(project: Laptop) -> None:
 
 
 def test_a_running_job_is_followed_and_cancelled(project: Laptop) -> None:
+    """While its login node ends processes that are there for long, and the laptop changes networks;
+    and it gives back a node."""
     laptop = project
     words = ("train", "experiment=train.py:experiment", *laptop.words, "run.name=b")
-    done = laptop.type(*words, "seconds=0.2", "trainer.epochs=1000")
+    nodes = ("launch.nodes=2", "launch.procs=1")
+    done = laptop.type(*words, *nodes, "seconds=0.2", "trainer.epochs=1000")
     assert done.code == ExitCode.OK, done.output
     following = laptop.start("attach", "b")
     until(
@@ -131,14 +134,32 @@ def test_a_running_job_is_followed_and_cancelled(project: Laptop) -> None:
     assert is_a_sentence_and_a_hint(again.err), again.err
     stacks = laptop.type("stacks", "b")
     assert "rank 0" in stacks.out, stacks.output
+    for number in range(2):
+        until(laptop.kill_answering_processes, 60, "a process that answers", laptop.describe)
+        until(
+            lambda n=number: following.read_output().count("answers again") > n,  # type: ignore[misc]
+            120,
+            "it is started again",
+            laptop.describe,
+        )
+    scaled = laptop.type("scale", "b", "nodes=1", "--json")
+    assert scaled.code == ExitCode.OK, scaled.output
+    assert json.loads(scaled.out)["nodes"] == 1
     # The laptop changes networks: the job goes on, and so does the command.
     laptop.cluster.link(laptop.host, "down")
-    until(lambda: "trying again" in following.read_output(), 120, "a warning", laptop.describe)
+    until(
+        lambda: following.read_output().count("trying again") > 2, 120, "a warning", laptop.describe
+    )
     shown = laptop.type("jobs")
     assert "as of" in shown.out, shown.output
     assert "warning: what is shown of b" in shown.err
     laptop.cluster.link(laptop.host, "up")
-    until(lambda: "answers again" in following.read_output(), 120, "it is back", laptop.describe)
+    until(
+        lambda: following.read_output().count("answers again") > 2,
+        120,
+        "it is back",
+        laptop.describe,
+    )
     cancelled = laptop.type("cancel", "b")
     assert "was asked to save and end" in cancelled.out, cancelled.output
     ended = following.wait(300)
@@ -294,34 +315,6 @@ def test_python_and_preflight_ask_by_the_login_node(project: Laptop) -> None:
     )
     assert ran.code == ExitCode.OK, ran.output
     assert ran.out.splitlines()[-1] == "{'value': 6.0} finished"
-
-
-def test_what_follows_a_run_is_killed_there_again_and_again(project: Laptop) -> None:
-    """A login node ends processes that are there for long; and the run gives back a node."""
-    laptop = project
-    words = ("train", "experiment=train.py:experiment", *laptop.words, "run.name=c")
-    settings = ("launch.nodes=2", "launch.procs=1", "seconds=0.2", "trainer.epochs=1000")
-    done = laptop.type(*words, *settings)
-    assert done.code == ExitCode.OK, done.output
-    following = laptop.start("attach", "c")
-    until(
-        lambda: "evaluated after step 4" in following.read_output(), 300, "steps", laptop.describe
-    )
-    for number in range(3):
-        until(laptop.kill_answering_processes, 60, "a process that answers", laptop.describe)
-        until(
-            lambda n=number: following.read_output().count("answers again") > n,  # type: ignore[misc]
-            120,
-            "it is started again",
-            laptop.describe,
-        )
-    scaled = laptop.type("scale", "c", "nodes=1", "--json")
-    assert scaled.code == ExitCode.OK, scaled.output
-    assert json.loads(scaled.out)["nodes"] == 1
-    assert laptop.type("cancel", "c").code == ExitCode.OK
-    ended = following.wait(300)
-    assert ended.code == ExitCode.PREEMPTED, ended.output
-    assert "everything is saved" in ended.out
 
 
 def test_an_agent_of_wandb_goes_there(laptop: Laptop) -> None:
