@@ -56,6 +56,7 @@ TITLES = {
     "environments": "Building an environment",
     "on_slurm": "On a Slurm cluster of several hosts",
     "submitting": "From typing to a job in the queue",
+    "login_submitting": "From Enter on a laptop to a job in the queue",
     "sweeping": "What a sweep costs, and what early stopping saves",
     "large_runs": "Looking at what has become large",
     "board": "The board in a browser",
@@ -72,7 +73,7 @@ NEED_GPU = (
     *("gpu", "gpu_own_steps", "gpu_recommender", "gpu_feeding"),
     *("gpu_models", "gpu_models_compiled", "transformer"),
 )
-NEED_CLUSTER = ("on_slurm", "submitting")
+NEED_CLUSTER = ("on_slurm", "submitting", "login_submitting")
 HAVE_CLUSTER = os.geteuid() == 0 or "SLURM_CONF" in os.environ
 ON_CPU = [n for n in TITLES if n not in NEED_GPU and (n not in NEED_CLUSTER or HAVE_CLUSTER)]
 

@@ -77,6 +77,8 @@ BESIDE = {
     ("preflight", "doctor"),
     ("submission", "sweep"),
     ("login", "submission"),
+    ("login", "sweep"),
+    ("login", "preflight"),
     ("commands", "entrypoint"),
     ("commands", "ssh_setup"),
     ("commands", "interactive"),

@@ -118,7 +118,6 @@ def test_a_dry_run_says_what_is_sent_and_asks_no_network(tmp_path: Path) -> None
             ("train", "launch=slurm", "launch.login=a", "launch.python=python3"),
             "is not the path of a Python on a",
         ),
-        (("preflight", "launch=slurm", "launch.login=a"), "starts its checks with srun"),
     ],
 )
 def test_what_cannot_be_is_a_sentence(tmp_path: Path, words: tuple[str, ...], what: str) -> None:
