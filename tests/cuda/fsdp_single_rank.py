@@ -101,7 +101,7 @@ def main(device_name: str, precision: str, again: str, kind: str) -> None:
         whole, _ = curve("whole", device, precision, again == "true")
         shared, state = curve("shared", device, precision, again == "true", subgroups)
         places = {p.device.type for p in state["model"].values()}
-        staged = StagingBuffer().copy_state({"state": extract_own_shard(state, 0)})
+        staged = StagingBuffer().begin_copy({"state": extract_own_shard(state, 0)})()
         print(json.dumps({"whole": whole, "shared": shared, "places": list(places)}))
         assert staged["state"]["model"].keys() == state["model"].keys()
         dist.destroy_process_group()

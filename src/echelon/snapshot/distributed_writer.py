@@ -16,7 +16,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -177,18 +177,18 @@ class DistributedSnapshotWriter:
     def _save_own_shards(self, hidden: Path, parts: Mapping[str, Any]) -> None:
         self._join_thread()
         try:
-            staged = self._staging_buffer.copy_state(parts)
+            finish_copy = self._staging_buffer.begin_copy(parts)
         except OSError as error:  # no memory for the copy
             self._report(hidden, {"error": describe_save_error(self._root, error)})
             return
         self._thread = threading.Thread(
-            target=self._write_own_shards, args=(hidden, staged), name=f"save-{hidden.name}"
+            target=self._write_own_shards, args=(hidden, finish_copy), name=f"save-{hidden.name}"
         )
         self._thread.start()
 
-    def _write_own_shards(self, hidden: Path, parts: Mapping[str, Any]) -> None:
+    def _write_own_shards(self, hidden: Path, finish_copy: Callable[[], Mapping[str, Any]]) -> None:
         try:
-            files = write_parts(hidden, parts)
+            files = write_parts(hidden, finish_copy())
             flush_to_disk(hidden)
             report: dict[str, Any] = {name: [e.size_bytes, e.checksum] for name, e in files.items()}
         except OSError as error:
