@@ -11,13 +11,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from echelon.config.compose import compose
-from echelon.config.schema import ReplicaConfig
 from echelon.errors import EchelonError
 from echelon.experiment.compilation import CompiledFunction
 from echelon.launch.inline_launcher import InlineLauncher
 from echelon.launch.local_launcher import LocalLauncher
-from echelon.launch.plan import LaunchPlan, LocalMachine
-from echelon.launch.slurm.launcher import SlurmLauncher
+from echelon.launch.plan import LocalMachine
 from echelon.parallel.fsdp_wrap import reduce_unused_parameters
 from echelon.parallel.layer_blocks import (
     checkpoint_blocks,
@@ -192,68 +190,6 @@ def test_the_plan_of_one_process_that_has_nobody_to_share_with() -> None:
         .rank
         == 0
     )
-
-
-def plan(*words: str) -> LaunchPlan:
-    return LocalLauncher().plan(compose(["launch=local", *words]), LocalMachine({}, "here", 0))
-
-
-def test_the_plan_shows_replicas_and_shards() -> None:
-    text = plan("launch.procs=6", "replica.shards=2").render_text()
-    assert "launch=local: 3 replicas × 2 shards" in text
-    rows = [line.split()[-2:] for line in text.splitlines()[1:8]]
-    assert rows == [["replica", "shard"], *([str(r // 2), str(r % 2)] for r in range(6))]
-    assert "the model shared out between 2 ranks each (fsdp)" in text
-    shown = plan("launch.procs=4", "replica.kind=fsdp")
-    assert "1 replica × 4 shards" in shown.render_text()
-    assert [p["shard"] for p in shown.to_dict()["places"]] == [0, 1, 2, 3]
-
-
-def test_the_plan_of_many_nodes_shows_where_replicas_are() -> None:
-    words = ["launch=slurm", "launch.nodes=9", "launch.procs=8", "run.name=a", "replica.shards=4"]
-    config = compose([*words, "trainer.batch_size=144"])
-    text = SlurmLauncher().plan(config, LocalMachine({}, "here", 0)).render_text()
-    assert [line.split()[-2:] for line in text.splitlines()[2:4]] == [
-        ["0–1", "0–3"],
-        ["2–3", "0–3"],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("procs", "shards", "do"),
-    [
-        (6, 4, "set replica.shards to 2 or 3 or 6, or start 4 or 8 processes"),
-        (4, 8, "set replica.shards to 2 or 4, or start 8 processes"),
-        (1, 8, "start 8 or more: launch.procs=8; or leave replica.shards=8 out"),
-    ],
-)
-def test_shards_that_do_not_divide_the_processes(procs: int, shards: int, do: str) -> None:
-    words = ["launch=local", f"launch.procs={procs}", f"replica.shards={shards}"]
-    config = compose([*words, f"trainer.batch_size={procs}"])
-    launcher, here = LocalLauncher(), LocalMachine({}, "here", 0)
-    [fault] = launcher.find_config_faults(config, launcher.plan(config, here), here)
-    assert fault.what.startswith(f"replica.shards={shards} ")
-    assert fault.do == do
-
-
-def test_all_that_does_not_fit_the_processes_is_told_at_once() -> None:
-    with pytest.raises(EchelonError) as told:
-        compose(["rank=0", "world_size=6", "replica.shards=4", "trainer.batch_size=5"])
-    assert [fault.what.split()[0] for fault in told.value.faults] == [
-        "trainer.batch_size=5",
-        "replica.shards=4",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "world_size", "shards"),
-    [(2, 4, 2), (2, 3, 3), (2, 5, 5), (4, 6, 6), (2, 6, 2), (4, 2, 2), (2, 1, 1), (None, 3, 3)],
-)
-def test_shards_of_a_world_of_another_size_need_no_more_memory(
-    wanted: int | None, world_size: int, shards: int
-) -> None:
-    assert ReplicaConfig("fsdp", wanted).count_shards(world_size) == shards
-    assert ReplicaConfig().count_shards(world_size) == 1
 
 
 @pytest.mark.parametrize("other", ["replica.devices=2", "trainer.capture=always"])

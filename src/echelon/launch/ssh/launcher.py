@@ -231,14 +231,17 @@ def _place_ranks(config: Config, hosts: list[SshHost]) -> tuple[RankPlacement, .
     names = [host.name for host in hosts]
     placements = place_ranks(names, [host.procs or 1 for host in hosts], 0, config)
     procs_by_host = {host.name: host.procs for host in hosts}
-    return tuple(
+    placements = tuple(
         place._replace(
             devices=_name_devices(place.devices, place.local_rank * config.replica.devices)
         )
         if procs_by_host[place.host]
-        else place._replace(devices=("every visible",), replica=None, shard=None)
+        else place._replace(devices=("every visible",))
         for place in placements
     )
+    if all(procs_by_host.values()):
+        return placements
+    return tuple(place._replace(replica=None, shard=None) for place in placements)
 
 
 def _name_devices(stages: tuple[str, ...], first: int) -> tuple[str, ...]:
