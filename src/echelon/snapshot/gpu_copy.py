@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 
@@ -23,8 +24,8 @@ _LEFT_SHARE = 0.1
 """Of a GPU's memory, which is left free."""
 
 _peak_bytes: dict[torch.device, int] = {}
-"""The largest memory that a training needed on a GPU until its last copy was made. torch counts it
-anew afterwards, without the copy."""
+"""The most that the training had in use on a GPU until its last copy was made. torch counts anew
+afterwards, without the copy."""
 
 Move = Callable[[int, int, int], None]
 """Move bytes within the host's memory: to, from, how many."""
@@ -38,26 +39,28 @@ class StoredTensor(NamedTuple):
 
 
 class GpuCopy:
-    """A copy of tensors in spare memory of their GPU."""
+    """A copy of tensors in spare memory of their GPU `device`."""
 
     def __init__(self, device: torch.device, tensors: Sequence[StoredTensor], size: int) -> None:
         """Enqueue the copy in the current stream. Raises torch's OutOfMemoryError."""
-        self._device = device
+        self.device = device
         self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
         for tensor, start in tensors:
             place = self._buffer[start : start + tensor.nbytes].view(tensor.dtype)
             place.view(tensor.shape).copy_(tensor)
         self._is_made = torch.cuda.current_stream(device).record_event()
+        _copies_under_way.add(self)
 
     def move_to_host(self, address: int, move: Move) -> None:
         """Wait for the copy, move it to the host's memory at this address, and free it."""
         self._move_chunks(address, move)
         # Every read of it is over, so the training's stream may have its memory now.
         del self._buffer
-        torch.cuda.reset_peak_memory_stats(self._device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        _copies_under_way.discard(self)
 
     def _move_chunks(self, address: int, move: Move) -> None:
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_event(self._is_made)
         size = self._buffer.nbytes
         arriving: deque[tuple[torch.cuda.Event, torch.Tensor, int]] = deque()
@@ -80,21 +83,33 @@ class GpuCopy:
                 land()
 
 
+_copies_under_way: WeakSet[GpuCopy] = WeakSet()
+
+
+def read_peak_bytes(device: torch.device) -> int:
+    """Return the most that this process ever had in use on a GPU, without copies of a state."""
+    known = _peak_bytes.get(device, 0)
+    if any(copy.device == device for copy in _copies_under_way):
+        return known
+    return max(known, torch.cuda.max_memory_allocated(device))
+
+
 def copy_on_gpu(device: torch.device, tensors: Sequence[StoredTensor], size: int) -> GpuCopy | None:
     """Return a copy of tensors on one GPU in memory of that GPU; None if there is no room to spare
     for its `size` bytes."""
     free, total = torch.cuda.mem_get_info(device)
-    peak = max(torch.cuda.max_memory_allocated(device), _peak_bytes.get(device, 0))
+    peak = read_peak_bytes(device)
     # What torch has cached beyond the peak counts as free, since the copy before was in it. The
     # first must not be: torch would give back all that it has cached to find memory in one piece.
     spare = free + torch.cuda.memory_reserved(device) - peak - int(_LEFT_SHARE * total)
     if spare < size or (device not in _peak_bytes and free < size):
         return None
-    _peak_bytes[device] = peak
     try:
-        return GpuCopy(device, tensors, size)
+        copy = GpuCopy(device, tensors, size)
     except torch.cuda.OutOfMemoryError:
         return None
+    _peak_bytes[device] = peak
+    return copy
 
 
 def _allocate_chunk(size: int) -> torch.Tensor:
