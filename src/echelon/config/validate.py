@@ -154,7 +154,7 @@ def _check_sharding(config: Config) -> Iterator[Fault]:
         )
     if config.trainer.channels_last:
         yield Fault(
-            "trainer.channels_last=true, but replica.kind=fsdp cuts filters in the order in which "
+            f"trainer.channels_last=true, but {sharding} cuts filters in the order in which "
             "the experiment makes them",
             "leave one of the two out",
         )
