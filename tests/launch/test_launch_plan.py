@@ -267,12 +267,16 @@ def test_the_plan_of_many_nodes_shows_where_replicas_are() -> None:
     ],
 )
 def test_shards_that_do_not_divide_the_processes(procs: int, shards: int, do: str) -> None:
-    words = ["launch=local", f"launch.procs={procs}", f"replica.shards={shards}"]
-    config = compose([*words, f"trainer.batch_size={procs}"])
-    launcher, here = LocalLauncher(), HERE
-    [fault] = launcher.find_config_faults(config, launcher.plan(config, here), here)
+    words = [f"launch.procs={procs}", f"replica.shards={shards}", f"trainer.batch_size={procs}"]
+    with pytest.raises(EchelonError) as told:
+        compose([LOCAL, *words])
+    [fault] = told.value.faults
     assert fault.what.startswith(f"replica.shards={shards} ")
     assert fault.do == do
+    visible = LocalMachine({}, "here", procs)
+    config = compose([LOCAL, *words[1:]])
+    launcher = LocalLauncher()
+    assert launcher.find_config_faults(config, launcher.plan(config, visible), visible) == [fault]
 
 
 def test_all_that_does_not_fit_the_processes_is_told_at_once() -> None:

@@ -384,6 +384,8 @@ def _check_launch(config: Config) -> Iterator[Fault]:
                 f"mode=srun, but launch={launch.kind} has no srun",
                 "add launch=slurm, or leave the mode out: an agent then starts the processes",
             )
+    elif launch.procs and launch.kind == "local":
+        yield from find_size_faults(config, launch.procs)
     elif launch.procs and (fault := check_min_batch_size(config.trainer.batch_size, launch.procs)):
         yield fault
 
