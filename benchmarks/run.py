@@ -67,11 +67,12 @@ TITLES = {
     "gpu_feeding": "A training on one NVIDIA GPU, fed from tar shards",
     "gpu_models": "Models of the middle size on one NVIDIA GPU",
     "gpu_models_compiled": "The same, compiled",
+    "gpu_snapshots": "Saving a state of 16 GB on one NVIDIA GPU",
     "transformer": "A transformer on one NVIDIA GPU",
 }
 NEED_GPU = (
     *("gpu", "gpu_own_steps", "gpu_recommender", "gpu_feeding"),
-    *("gpu_models", "gpu_models_compiled", "transformer"),
+    *("gpu_models", "gpu_models_compiled", "gpu_snapshots", "transformer"),
 )
 NEED_CLUSTER = ("on_slurm", "submitting", "login_submitting")
 HAVE_CLUSTER = os.geteuid() == 0 or "SLURM_CONF" in os.environ
