@@ -418,6 +418,7 @@ def test_a_local_launch_imports_no_other_way_to_train(tmp_path: Path) -> None:
         *("snapshot.distributed_writer", "train.wandb_trial", "monitoring.out_of_memory"),
     ]
     assert loaded & {f"echelon.{module}" for module in others} == set()
+    assert not [module for module in loaded if module.startswith("torch._dynamo.")]
 
 
 def test_submitting_does_not_import_torch(tmp_path: Path) -> None:
