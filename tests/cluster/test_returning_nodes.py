@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from command_line import ECHELON, START_S, CommandLine
 from command_runner import RunningCommand, only_run, until
-from node_worlds import SETTINGS, require_same_curve, start_by_slurm
+from node_worlds import SETTINGS, let_run, require_same_curve, start_by_slurm
 from worlds import run_forked
 
 from echelon.errors import ExitCode
@@ -36,13 +35,7 @@ def clean_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def start_job(command_line: CommandLine, *words: str) -> tuple[RunningCommand, list[str]]:
     """Three nodes without a spare, training."""
-    until_seen = f"pause_until={find_seen_file(command_line)}"
-    return start_by_slurm(command_line, "launch.nodes=3", *LONG, *PACE, until_seen, *words)
-
-
-def find_seen_file(command_line: CommandLine) -> Path:
-    """Once it is there, the run no longer waits for a test that looks at it."""
-    return command_line.folder / "seen"
+    return start_by_slurm(command_line, "launch.nodes=3", *LONG, *PACE, *words)
 
 
 def read_agent_logs(command_line: CommandLine) -> str:
@@ -75,6 +68,7 @@ def require_one_job(
 ) -> None:
     """The run ends well in the job that it began with; these ranks were lost, and all came back."""
     job = command_line.job()
+    let_run(command_line)
     done = started.wait(600)
     assert done.code == ExitCode.OK, f"{done.err}\n{read_agent_logs(command_line)}"
     run = command_line.run()
@@ -134,7 +128,7 @@ def test_a_node_that_is_lost_twice_is_not_taken_back(
     wait_for_text(command_line, "rank 1 replaced: 3 processes")
     os.kill(command_line.agent(hosts[1]), signal.SIGKILL)
     wait_for_text(command_line, f"{hosts[1]} is at fault (at fault 2 times")
-    find_seen_file(command_line).touch()
+    let_run(command_line)
     done = started.wait(600)
     assert done.code == ExitCode.OK, done.err
     log = read_job_log(command_line)
@@ -152,7 +146,7 @@ def test_a_node_that_slurm_has_taken_out_does_not_come_back(
     until(lambda: out in read_job_log(command_line), START_S, "it is said")
     assert "`echelon scale a nodes=N` gets another node" in read_job_log(command_line)
     command_line.cluster.slurm("scontrol", "ping")
-    find_seen_file(command_line).touch()
+    let_run(command_line)
     done = started.wait(600)
     assert done.code == ExitCode.OK, done.err
     require_same_curve(command_line.run(), clean_run)
