@@ -375,6 +375,7 @@ def _loaded_by(words: list[str], folder: Path) -> set[str]:
     ],
     ids=" ".join,
 )
+@pytest.mark.slow
 def test_verbs_that_start_nothing_do_not_import_torch(tmp_path: Path, words: list[str]) -> None:
     loaded = _loaded_by(words, tmp_path)
     assert "echelon.cli" in loaded

@@ -119,7 +119,7 @@ class _SubmoduleFinder(MetaPathFinder):
         self._stand_in.import_now()
         # Python would load once more what the package has imported already.
         module = sys.modules.pop(name, None)
-        return module and ModuleSpec(name, _LoadedModule(module))
+        return None if module is None else ModuleSpec(name, _LoadedModule(module))
 
 
 class _LoadedModule(Loader):
