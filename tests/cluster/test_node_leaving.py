@@ -14,7 +14,6 @@ from command_runner import until
 from node_worlds import (
     let_run,
     require_same_curve,
-    run_undisturbed,
     start_by_slurm,
     start_by_ssh,
     start_world,
@@ -27,11 +26,6 @@ from echelon.runs.history import read_history
 from echelon.runs.run_folder import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
-
-
-@pytest.fixture(scope="module")
-def clean_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_undisturbed(tmp_path_factory.mktemp("clean"))
 
 
 def require_no_fault(run: Run, left: list[int]) -> None:

@@ -12,7 +12,6 @@ from command_runner import until
 from node_worlds import (
     let_run,
     require_same_curve,
-    run_undisturbed,
     start_by_slurm,
     start_by_ssh,
     start_world,
@@ -24,11 +23,6 @@ from echelon.errors import ExitCode
 from echelon.runs.run_folder import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
-
-
-@pytest.fixture(scope="module")
-def clean_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_undisturbed(tmp_path_factory.mktemp("clean"))
 
 
 def measure_next_step(command_line: CommandLine, what: str) -> None:

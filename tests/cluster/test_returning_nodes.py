@@ -7,10 +7,9 @@ import signal
 from collections.abc import Sequence
 
 import pytest
-from command_line import ECHELON, START_S, CommandLine
-from command_runner import RunningCommand, only_run, until
-from node_worlds import SETTINGS, let_run, require_same_curve, start_by_slurm
-from worlds import run_forked
+from command_line import START_S, CommandLine
+from command_runner import RunningCommand, until
+from node_worlds import LONG, let_run, require_same_curve, start_by_slurm
 
 from echelon.errors import ExitCode
 from echelon.runs.history import read_history
@@ -18,19 +17,8 @@ from echelon.runs.run_folder import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
-LONG = ("trainer.steps=400", "trainer.save.steps=100")
-"""Several losses and returns come before the end."""
 PACE = ("missing_pause_s=0.5",)
 """While a node is missing, steps take so long that it is back before the end."""
-
-
-@pytest.fixture(scope="module")
-def clean_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("clean")
-    words = [*SETTINGS, *LONG, "launch=local", "launch.procs=3"]
-    done = run_forked([*ECHELON, "train", *words], folder)
-    assert done.code == 0, done.err
-    return Run(only_run(folder))
 
 
 def start_job(command_line: CommandLine, *words: str) -> tuple[RunningCommand, list[str]]:
@@ -83,7 +71,7 @@ def require_one_job(
 
 @pytest.mark.parametrize("node", [2, 0])
 def test_a_node_whose_agent_is_killed_gets_another(
-    node: int, command_line: CommandLine, clean_run: Run
+    node: int, command_line: CommandLine, long_clean_run: Run
 ) -> None:
     """That of node 0 leads; the batch script runs there."""
     started, hosts = start_job(command_line)
@@ -92,12 +80,12 @@ def test_a_node_whose_agent_is_killed_gets_another(
     wait_for_text(command_line, f"{hosts[node]} takes over rank {node}")
     wait_for_text(command_line, f"rank {node} replaced: 3 processes")
     assert "starting agent 3 there" in read_job_log(command_line)
-    require_one_job(command_line, started, clean_run, [node])
+    require_one_job(command_line, started, long_clean_run, [node])
 
 
 @pytest.mark.parametrize("node", [1, 0])
 def test_a_node_that_was_cut_off_joins_again(
-    node: int, command_line: CommandLine, clean_run: Run
+    node: int, command_line: CommandLine, long_clean_run: Run
 ) -> None:
     cluster = command_line.cluster
     with cluster.patient_controller():
@@ -106,22 +94,22 @@ def test_a_node_that_was_cut_off_joins_again(
         wait_for_text(command_line, "going on with 2 processes")
         cluster.link(hosts[node], "up")
         wait_for_text(command_line, f"rank {node} replaced: 3 processes")
-        require_one_job(command_line, started, clean_run, [node])
+        require_one_job(command_line, started, long_clean_run, [node])
 
 
 def test_the_run_goes_on_when_all_agents_of_its_start_are_gone(
-    command_line: CommandLine, clean_run: Run
+    command_line: CommandLine, long_clean_run: Run
 ) -> None:
     """Those that were started again lead it to its end, and srun has none left to wait for."""
     started, hosts = start_job(command_line, "launch.max_node_faults=0")
     for times, host in enumerate(hosts):
         os.kill(command_line.agent(host), signal.SIGKILL)
         wait_for_text(command_line, "replaced: 3 processes", times + 1)
-    require_one_job(command_line, started, clean_run, [0, 1, 2])
+    require_one_job(command_line, started, long_clean_run, [0, 1, 2])
 
 
 def test_a_node_that_is_lost_twice_is_not_taken_back(
-    command_line: CommandLine, clean_run: Run
+    command_line: CommandLine, long_clean_run: Run
 ) -> None:
     started, hosts = start_job(command_line)
     os.kill(command_line.agent(hosts[1]), signal.SIGKILL)
@@ -133,12 +121,12 @@ def test_a_node_that_is_lost_twice_is_not_taken_back(
     assert done.code == ExitCode.OK, done.err
     log = read_job_log(command_line)
     assert log.count(f"{hosts[1]} is lost, and still in this job") == 1, log
-    require_same_curve(command_line.run(), clean_run)
+    require_same_curve(command_line.run(), long_clean_run)
     command_line.require_nothing_left()
 
 
 def test_a_node_that_slurm_has_taken_out_does_not_come_back(
-    command_line: CommandLine, clean_run: Run
+    command_line: CommandLine, long_clean_run: Run
 ) -> None:
     started, hosts = start_job(command_line)
     command_line.cluster.kill_node(hosts[2])
@@ -149,4 +137,4 @@ def test_a_node_that_slurm_has_taken_out_does_not_come_back(
     let_run(command_line)
     done = started.wait(600)
     assert done.code == ExitCode.OK, done.err
-    require_same_curve(command_line.run(), clean_run)
+    require_same_curve(command_line.run(), long_clean_run)

@@ -18,7 +18,6 @@ from node_worlds import (
     PACE,
     SETTINGS,
     require_same_curve,
-    run_undisturbed,
     wait_for_ends,
     wait_for_text,
 )
@@ -29,11 +28,6 @@ from echelon.runs.history import read_history
 from echelon.runs.run_folder import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
-
-
-@pytest.fixture(scope="module")
-def clean_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_undisturbed(tmp_path_factory.mktemp("clean"))
 
 
 def start_world(

@@ -100,9 +100,11 @@ class RunningCommand:
                 f"still running after {timeout_s} s\n{self.read_output()}"
             ) from None
         seconds = time.monotonic() - self.began
-        with suppress(AssertionError):
+        left: list[int] = []
+        try:
             until(lambda: not self._find_own(), _GONE_S, "gone")
-        left = self._find_own()
+        except AssertionError:
+            left = self._find_own()
         lines = [_command_of(pid) for pid in left]
         _kill(left)
         return CommandResult(code, _text(self.out), _text(self.err), lines, seconds)

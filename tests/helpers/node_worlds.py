@@ -24,13 +24,15 @@ SETTINGS = (
     "launch.silence_s=8",
 )
 """A busy machine may keep a node silent for some seconds."""
+LONG = ("trainer.steps=400", "trainer.save.steps=100")
+"""Several losses and returns come before the end."""
 PACE = ("pause_s=0.05", "missing_pause_s=0.2", "pause_until=seen")
 """What happens to the run comes before its end on a busy machine too; see `let_run`."""
 
 
-def run_undisturbed(folder: Path) -> Run:
+def run_undisturbed(folder: Path, *more: str) -> Run:
     """The run that others are compared with."""
-    words = [*SETTINGS, "launch=local", "launch.procs=3"]
+    words = [*SETTINGS, *more, "launch=local", "launch.procs=3"]
     done = run_forked([*ECHELON, "train", *words], folder)
     assert done.code == 0, done.err
     return Run(only_run(folder))
