@@ -22,7 +22,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
 
-import metric_set  # noqa: F401  torchmetrics takes a second to import
 import torch
 import toy_experiments
 from command_runner import (
