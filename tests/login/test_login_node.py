@@ -19,6 +19,7 @@ from echelon.runs.run_folder import Run
 from echelon.runs.slurm_queue import SlurmJobState
 
 
+@pytest.mark.slow
 def test_a_login_node_needs_python_and_nothing_else(tmp_path: Path) -> None:
     """The command of the login shell, with noise before its first line and a Python without any
     package: it receives the code, keeps it, and answers."""

@@ -88,6 +88,7 @@ from echelon.train.session_engine import SessionEngine
 from echelon.train.stack_answers import answer_stack_requests
 from echelon.train.step_boundary import RegroupRequested, TrainingStopped
 from echelon.train.stop_signals import StopSignals
+from echelon.utils.deferred_dynamo import defer_dynamo
 from echelon.utils.processes import count_cores
 from echelon.utils.streams import use_tolerant_streams
 from echelon.world import World, detect
@@ -144,6 +145,7 @@ class RankWorker:
     """The one that this process is now, if it is one."""
 
     def __init__(self, config: Config, has_agent: bool = False) -> None:
+        defer_dynamo()
         self.config = config
         self.has_agent = has_agent
         self.stop = StopSignals()
