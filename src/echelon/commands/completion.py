@@ -34,10 +34,10 @@ In this shell alone: source <(echelon completion bash), the same with zsh, and i
 echelon completion fish | source
 
 examples:
-  echelon train trainer.sch<TAB>                        trainer.schedule=
-  echelon train trainer.schedule=<TAB>                  constant, cosine, linear
-  echelon train experiment=mine.py:experiment <TAB>     settings that the file declares
-  echelon show <TAB>                                    runs in ./runs, or in --dir""",
+  echelon train trainer.sch<TAB>             trainer.schedule=
+  echelon train trainer.schedule=<TAB>       constant, cosine, linear
+  echelon train experiment=my.py:net <TAB>   settings that the file declares
+  echelon show <TAB>                         runs in ./runs, or in --dir""",
     )
     parser.add_argument("shell", choices=SHELLS)
     shell = parser.parse_args(words).shell

@@ -35,11 +35,11 @@ def init(words: list[str]) -> int:
         "for a cluster, tests, .gitignore and README. Comments say what to change. It trains at "
         "once, and its tests pass.",
         """\
-  train.py             the model, optimizer, loss, data and metrics: yours to change
+  train.py             model, optimizer, loss, data and metrics: yours to change
   conf/config.yaml     what `python train.py` trains with
   sweep.yaml           a search: echelon sweep sweep.yaml
-  echelon.yaml         where runs happen; its lines for launch=slurm are comments
-  tests/test_train.py  a batch goes through, a run learns and resumes: python -m pytest
+  echelon.yaml         where runs happen: lines for launch=slurm, as comments
+  tests/test_train.py  a run learns and resumes: python -m pytest
 
 Nothing is overwritten: if one of the files is there, all that are there are named, and none is
 written.
