@@ -25,7 +25,8 @@ def test_a_training_needs_no_rights_no_compiler_and_no_home(tmp_path: Path) -> N
     work.mkdir()
     rights = NO_RIGHTS if os.geteuid() == 0 else NO_RIGHTS[:1]
     environ = {**os.environ, "HOME": str(home), "PATH": str(Path(sys.executable).parent)}
-    environ["CUDA_VISIBLE_DEVICES"] = ""
+    # torchmetrics imports matplotlib where it is, and that one complains without such a folder.
+    environ |= {"CUDA_VISIBLE_DEVICES": "", "MPLCONFIGDIR": str(work)}
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
