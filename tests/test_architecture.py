@@ -57,6 +57,7 @@ LEVELS = {
     "login": 8,
     "ssh_setup": 9,
     "interactive": 9,
+    "completion": 8,
     "entrypoint": 9,
     "python_api": 9,
     "script_api": 9,

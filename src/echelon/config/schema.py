@@ -32,6 +32,21 @@ NEWS_EVENTS = (
     *("started", "finished", "failed", "stopped", "nan", "stalled"),
     *("requeued", "queued", "lost", "best"),
 )
+CHOICES = {
+    "launch.kind": LAUNCHERS,
+    "launch.gpu_request": GPU_REQUESTS,
+    "launch.container_runtime": CONTAINER_RUNTIMES,
+    "launch.k8s.resource": K8S_RESOURCES,
+    "mode": MODES,
+    "trainer.schedule": SCHEDULES,
+    "trainer.best_is": BEST_DIRECTIONS,
+    "trainer.precision": PRECISIONS,
+    "trainer.capture": CAPTURE_MODES,
+    "trainer.bad_samples": BAD_SAMPLE_CHOICES,
+    "replica.kind": REPLICA_KINDS,
+    "track.progress": PROGRESS_STYLES,
+}
+"""Settings that have one of a few values, by their flat keys."""
 
 
 @dataclass(frozen=True)

@@ -15,20 +15,9 @@ from echelon.config import bundled_experiments
 from echelon.config.kubernetes_checks import find_kubernetes_faults
 from echelon.config.schema import (
     AFTER_TYPES,
-    BAD_SAMPLE_CHOICES,
-    BEST_DIRECTIONS,
-    CAPTURE_MODES,
-    CONTAINER_RUNTIMES,
-    GPU_REQUESTS,
-    K8S_RESOURCES,
-    LAUNCHERS,
-    MODES,
+    CHOICES,
     NEWS_CHANNELS,
     NEWS_EVENTS,
-    PRECISIONS,
-    PROGRESS_STYLES,
-    REPLICA_KINDS,
-    SCHEDULES,
     WANDB_MODES,
     Config,
     Interval,
@@ -278,21 +267,9 @@ _PRECISION_ALIASES = {"fp32": "float32", "bfloat16": "bf16", "float16": "fp16", 
 
 def _check_choices(config: Config) -> Iterator[Fault]:
     """Yield a fault for each setting that is not one of its choices."""
-    choices = {
-        "launch.kind": (config.launch.kind, LAUNCHERS),
-        "launch.gpu_request": (config.launch.gpu_request, GPU_REQUESTS),
-        "launch.container_runtime": (config.launch.container_runtime, CONTAINER_RUNTIMES),
-        "launch.k8s.resource": (config.launch.k8s.resource, K8S_RESOURCES),
-        "mode": (config.mode, MODES),
-        "trainer.schedule": (config.trainer.schedule, SCHEDULES),
-        "trainer.best_is": (config.trainer.best_is, BEST_DIRECTIONS),
-        "trainer.precision": (config.trainer.precision, PRECISIONS),
-        "trainer.capture": (config.trainer.capture, CAPTURE_MODES),
-        "trainer.bad_samples": (config.trainer.bad_samples, BAD_SAMPLE_CHOICES),
-        "replica.kind": (config.replica.kind, REPLICA_KINDS),
-        "track.progress": (config.track.progress, PROGRESS_STYLES),
-    }
-    for key, (value, known) in choices.items():
+    values = flatten(config.to_dict())
+    for key, known in CHOICES.items():
+        value = values[key]
         if value not in known:
             canonical = _PRECISION_ALIASES.get(value.lower(), value)
             yield Fault(
