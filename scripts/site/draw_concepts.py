@@ -173,7 +173,7 @@ def draw_world_and_plan() -> Drawing:
             d.arrow(left + 72, 250, left + 72, 272)
             d.box(left, 272, 145, 32, f"cuda:{local}", kind="c", code=True, size=13)
     d.arrow(275, 151, 485, 151, dashed=True)
-    d.text(380, 143, "rendezvous", "dim", size=12)
+    d.text(322, 143, "rendezvous", "dim", size=12)
     return d
 
 
@@ -188,7 +188,7 @@ def draw_run_folder() -> Drawing:
         ("status.json", "state, step, first failure"),
         ("metrics.jsonl", "a line per log step"),
         ("history.jsonl", "every start and stop"),
-        ("snapshots/step-N/", "model, optimizer, position"),
+        ("snapshots/step-N/", "weights, position"),
         ("snapshots/best", "a link to the best"),
         ("logs/rank-N.log", "what each rank printed"),
     )

@@ -122,6 +122,8 @@ def _render_source(target: str) -> str:
 
 def _inline_picture(found: re.Match[str]) -> str:
     svg = (ROOT / "docs" / "pictures" / f"{found[2]}.svg").read_text(encoding="utf-8")
+    if 'class="drawing"' not in svg:  # the recording of a terminal has colours of its own
+        return found[0]
     svg = re.sub(r"<style>.*?</style>", "", svg, flags=re.DOTALL)  # site.css has the colours
     return f'<figure class="concept">{"".join(line.strip() for line in svg.splitlines())}</figure>'
 

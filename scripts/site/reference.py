@@ -214,6 +214,10 @@ def render_python_api() -> str:
     return "\n\n".join(parts)
 
 
+_WITH_METHODS = ("Session", "TrainingInfo", "Job")
+"""Classes whose methods users call; those of the others are called by Echelon and by torch."""
+
+
 def _render_object(title: str, module: str, name: str) -> str:
     """Return a section on a function, or on a class with its public methods."""
     path = ROOT / "src" / Path(*module.split("."))
@@ -230,7 +234,7 @@ def _render_object(title: str, module: str, name: str) -> str:
     if isinstance(start, ast.FunctionDef) and title != "echelon.Session":
         lines.append(_render_signature(title, start, is_method=True))
     lines.append(render_docstring(ast.get_docstring(node) or ""))
-    for method in node.body:
+    for method in node.body if name in _WITH_METHODS else ():
         if not isinstance(method, ast.FunctionDef) or method.name.startswith("_"):
             continue
         if not (text := ast.get_docstring(method)):
