@@ -37,7 +37,7 @@ from common import HERE, Figure, Result, make_figure, proportional_megabytes
 sys.path.append(str(HERE.parent / "tests" / "helpers"))
 from board_server import run_board
 
-ROUNDS, PEER_ROUNDS = 5, 3
+ROUNDS, PEER_ROUNDS = 5, 2
 RUNS = 10_000
 CURVES, LINES = 50, 1_000_000
 TRAININGS = 100
@@ -66,20 +66,21 @@ def measure(sizes: Sizes | None = None) -> Result:
     peers, missing = find_filled_peers(root, sizes.runs) if sizes.with_peers else ([], {})
     figures: list[Figure] = []
     loads: dict[str, float] = {}
-    with open_page() as page:
-        parts: dict[str, Callable[[], list[Figure]]] = {
-            "start": lambda: measure_starts(page, root, sizes, peers, missing),
-            "curves": lambda: measure_curves(page, long_root, sizes.lines, sizes.rounds),
-            "delay": lambda: measure_delay(page, root),
-            "cost": lambda: measure_cost(page, root, sizes.trainings),
-        }
-        for name, part in parts.items():
-            loads[name] = round(os.getloadavg()[0], 1)
-            print(f"  {name}: load {loads[name]}", file=sys.stderr, flush=True)
-            try:
-                figures += part()
-            except (TimeoutError, RuntimeError) as error:  # the others are worth having
-                missing[name] = str(error)[:500]
+    parts: dict[str, Callable[[BenchmarkPage], list[Figure]]] = {
+        "curves": lambda page: measure_curves(page, long_root, sizes.lines, sizes.rounds),
+        "delay": lambda page: measure_delay(page, root),
+        "cost": lambda page: measure_cost(page, root, sizes.trainings),
+        # Last, as what some peers have begun goes on for a while after they were ended.
+        "start": lambda _: measure_starts(root, sizes, peers, missing),
+    }
+    for name, part in parts.items():
+        loads[name] = round(os.getloadavg()[0], 1)
+        print(f"  {name}: load {loads[name]}", file=sys.stderr, flush=True)
+        try:
+            with open_page() as page:
+                figures += part(page)
+        except (TimeoutError, RuntimeError) as error:  # the others are worth having
+            missing[name] = str(error)[:500]
     return {
         "config": {
             **sizes._asdict(),
@@ -117,21 +118,21 @@ class Start(NamedTuple):
 
 
 def measure_starts(
-    page: BenchmarkPage,
     root: Path,
     sizes: Sizes,
     peers: list[FilledPeer],
     failures: dict[str, str],
 ) -> list[Figure]:
-    """Everybody in turns: cold and then warm. A peer that fails is noted, and left out."""
+    """Everybody in turns: cold and then warm, in a browser of one's own, as a page that hangs takes
+    its browser along. A peer that fails is noted, and left out."""
     found: dict[str, dict[str, list[Start]]] = {}
-    contestants: dict[str, tuple[Path, Callable[[], Start]]] = {
-        OURS: (root, lambda: start_board(page, root, sizes.runs))
+    contestants: dict[str, tuple[Path, Callable[[BenchmarkPage], Start]]] = {
+        OURS: (root, lambda page: start_board(page, root, sizes.runs))
     }
     for peer in peers:
         contestants[name_peer(peer, sizes.runs)] = (
             peer.folder,
-            lambda peer=peer: start_peer(page, peer),
+            lambda page, peer=peer: start_peer(page, peer),
         )
     for number in range(sizes.rounds):
         for name, (folder, start) in contestants.items():
@@ -141,9 +142,9 @@ def measure_starts(
             try:
                 forget_index(folder)
                 drop_from_memory(folder)
-                page.forget_cache()
-                starts["cold"].append(start())
-                starts["warm"].append(start())
+                with open_page() as page:
+                    starts["cold"].append(start(page))
+                    starts["warm"].append(start(page))
             except (TimeoutError, RuntimeError) as error:
                 if name == OURS:
                     raise

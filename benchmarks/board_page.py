@@ -16,6 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from selenium.common.exceptions import TimeoutException
+from urllib3.exceptions import ReadTimeoutError
+
 from common import HERE, descendants
 
 sys.path.append(str(HERE.parent / "tests" / "helpers"))
@@ -54,16 +57,16 @@ class BenchmarkPage:
         self.driver = driver
 
     def command(self, name: str, **parameters: Any) -> Any:
-        return self.driver.execute_cdp_cmd(name, parameters)
+        with answering():
+            return self.driver.execute_cdp_cmd(name, parameters)
 
     def run(self, script: str, *values: Any) -> Any:
-        return self.driver.execute_script(script, *values)
+        with answering():
+            return self.driver.execute_script(script, *values)
 
     def leave(self) -> None:
-        self.driver.get("about:blank")
-
-    def forget_cache(self) -> None:
-        self.command("Network.clearBrowserCache")
+        with answering():
+            self.driver.get("about:blank")
 
     @contextlib.contextmanager
     def prepare(self, script: str) -> Iterator[None]:
@@ -121,6 +124,15 @@ class BenchmarkPage:
         }
         self.run("const end = performance.now() + 300; while (performance.now() < end);")
         return max(found, key=lambda pid: read_processor_s(pid) - found[pid])
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """Whatever it is that a browser waits for in vain, a script or a server, is a TimeoutError."""
+    try:
+        yield
+    except (ReadTimeoutError, TimeoutException) as error:
+        raise TimeoutError(f"the page or its server does not answer: {error}") from error
 
 
 @contextlib.contextmanager

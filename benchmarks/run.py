@@ -64,9 +64,14 @@ TITLES = {
     "gpu_own_steps": "A step of one's own on one NVIDIA GPU",
     "gpu_recommender": "A large recommender on one NVIDIA GPU",
     "gpu_feeding": "A training on one NVIDIA GPU, fed from tar shards",
+    "gpu_models": "Models of the middle size on one NVIDIA GPU",
+    "gpu_models_compiled": "The same, compiled",
     "transformer": "A transformer on one NVIDIA GPU",
 }
-NEED_GPU = ("gpu", "gpu_own_steps", "gpu_recommender", "gpu_feeding", "transformer")
+NEED_GPU = (
+    *("gpu", "gpu_own_steps", "gpu_recommender", "gpu_feeding"),
+    *("gpu_models", "gpu_models_compiled", "transformer"),
+)
 NEED_CLUSTER = ("on_slurm", "submitting")
 HAVE_CLUSTER = os.geteuid() == 0 or "SLURM_CONF" in os.environ
 ON_CPU = [n for n in TITLES if n not in NEED_GPU and (n not in NEED_CLUSTER or HAVE_CLUSTER)]

@@ -9,7 +9,12 @@ import torch
 from torch import nn
 
 from echelon.experiment.definition import Experiment
-from echelon.experiment.optimizer_flags import OptimizerFlags, enable_fused_kernels, make_capturable
+from echelon.experiment.optimizer_flags import (
+    OptimizerFlags,
+    enable_fused_kernels,
+    make_capturable,
+    match_state_layout,
+)
 
 CPU = torch.device("cpu")
 
@@ -132,3 +137,35 @@ def test_who_can_be_captured(make: str) -> None:
     can = make == "Rprop"  # it has a setting for it
     assert (reason is None) == can
     assert can or f"{make} keeps state of its step on the host" == reason
+
+
+@pytest.mark.parametrize("make", ["Adam", "SGD"])
+def test_restored_state_has_the_order_in_memory_of_its_parameters(make: str) -> None:
+    """A snapshot keeps numbers and no order; fused kernels go through memory as it is."""
+
+    def build() -> Experiment:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        extra = {"momentum": 0.9} if make == "SGD" else {}
+        optimizer = getattr(torch.optim, make)(model.parameters(), lr=0.1, **extra)
+        return Experiment(model, optimizer, nn.functional.mse_loss, None)
+
+    def train(e: Experiment) -> torch.Tensor:
+        enable_fused_kernels(e.optimizer, e.model, GPU if make == "SGD" else CPU)
+        for _ in range(2):
+            e.model(pictures).square().mean().backward()
+            e.optimizer.step()
+            e.optimizer.zero_grad()
+        return e.model.weight.detach()
+
+    pictures = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    undisturbed, resumed = build(), build()
+    train(undisturbed)
+    saved = copy.deepcopy(undisturbed.optimizer.state_dict())
+    for state in saved["state"].values():
+        for key, value in state.items():
+            state[key] = value.contiguous()  # as it comes out of a file
+    resumed.model.load_state_dict(undisturbed.model.state_dict())
+    resumed.optimizer.load_state_dict(saved)
+    match_state_layout(resumed.optimizer)
+    torch.testing.assert_close(train(resumed), train(undisturbed))

@@ -121,6 +121,12 @@ def _check_fsdp(config: Config) -> Iterator[Fault]:
             "trainer.capture=always, but replica.kind=fsdp has no step that can be captured",
             "leave one of the two out",
         )
+    if config.trainer.channels_last:
+        yield Fault(
+            "trainer.channels_last=true, but replica.kind=fsdp cuts filters in the order in which "
+            "the experiment makes them",
+            "leave one of the two out",
+        )
     if config.trainer.unused_parameters and config.trainer.accumulate > 1:
         yield Fault(
             "trainer.unused_parameters=true and trainer.accumulate="

@@ -66,6 +66,11 @@ _KNOWN_CAUSES = (
         "every process, or another norm, such as torch.nn.GroupNorm",
     ),
     (
+        re.compile(r"view size is not compatible with input tensor's size and stride"),
+        "the model takes a tensor apart with view, and its numbers are in another order in memory",
+        "write reshape in the place of view, or leave trainer.channels_last=true out",
+    ),
+    (
         re.compile(r"backward through the graph a second time"),
         "the loss was differentiated twice",
         "call no backward() in loss and predict, and detach() what is kept from an earlier step, "

@@ -34,6 +34,21 @@ def move_state_to_parameters(optimizer: Optimizer) -> None:
                 state[key] = value.to(p.device)
 
 
+def match_state_layout(optimizer: Optimizer) -> None:
+    """Gives restored state the order in memory of its parameters, such as channels last, which a
+    snapshot does not keep: fused kernels require it."""
+    for p, state in optimizer.state.items():
+        for key, value in state.items():
+            if (
+                isinstance(value, Tensor)
+                and type(value) is type(p.data)
+                and value.shape == p.shape
+                and value.layout is p.layout is torch.strided
+                and value.stride() != p.stride()
+            ):
+                state[key] = torch.empty_like(p, dtype=value.dtype).copy_(value)
+
+
 def enable_fused_kernels(optimizer: Optimizer, model: nn.Module, device: torch.device) -> None:
     """Switches to fused kernels, unless the experiment chose otherwise or its parameters do not
     allow it."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from echelon.errors import EchelonError, ExitCode, Fault, suggest_nearest
 from echelon.experiment.definition import Experiment, get_parts_by_name
-from echelon.experiment.optimizer_flags import OptimizerFlags
+from echelon.experiment.optimizer_flags import OptimizerFlags, match_state_layout
 from echelon.experiment.schedule_length import load_schedule_state
 from echelon.parallel.model_parallel import get_process_devices
 from echelon.parallel.packed_tree import pack_tree
@@ -217,6 +217,7 @@ def load_state(
         optimizer_flags.settings = saved_settings  # which go on to hold
     rates = [group["lr"] for group in experiment.optimizer.param_groups]
     experiment.optimizer.load_state_dict(state)
+    match_state_layout(experiment.optimizer)
     if experiment.schedule is not None and "schedule" in optimizer:
         load_schedule_state(experiment.schedule, optimizer["schedule"])
     elif is_explicit:  # a schedule that is new begins with the experiment's rates

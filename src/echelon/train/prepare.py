@@ -20,6 +20,7 @@ from echelon.errors import EchelonError, Fault
 from echelon.experiment.definition import Experiment
 from echelon.experiment.error_hints import require_no_process_group
 from echelon.experiment.loading import build_experiment, load_function
+from echelon.experiment.memory_format import apply_memory_format
 from echelon.experiment.module_modes import enter_train_mode
 from echelon.experiment.optimizer_flags import (
     OptimizerFlags,
@@ -169,6 +170,7 @@ def prepare_training(
     bad_samples = make_bad_sample_list(config, run)
     stages = []
     if not is_sharded:
+        apply_memory_format(experiment.model, trainer, device, world.rank == 0 and kept is None)
         stages = _place_model(experiment, config, world, is_placed_by_user, bad_samples)
     blocks = _prepare_blocks(experiment, config)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from echelon.data.sample_order import cut_share
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.checks import find_closure_faults
+from echelon.experiment.memory_format import apply_memory_format
 from echelon.experiment.optimizer_flags import move_state_to_parameters
 from echelon.experiment.optimizer_step import UnprofiledStep
 from echelon.parallel.gradient_reducer import GradientReducer
@@ -180,6 +181,8 @@ class Session:
         for part in parts:
             if isinstance(part, nn.Module):
                 part.to(self.device)
+                trainer, world = self._engine.config.trainer, self._engine.group.world
+                apply_memory_format(part, trainer, self.device, world.rank == 0)
                 self._engine.parts.add_module(part)
                 if self._reducer is not None:
                     self._reducer.add_parameters(part.parameters())

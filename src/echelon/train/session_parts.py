@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import EchelonError, ExitCode, Fault
-from echelon.experiment.optimizer_flags import OptimizerFlags
+from echelon.experiment.optimizer_flags import OptimizerFlags, match_state_layout
 from echelon.experiment.schedule_length import load_schedule_state
 from echelon.experiment.sparse_parameters import find_sparse_tables
 from echelon.experiment.trained_parameters import (
@@ -321,6 +321,8 @@ def _load_part(key: str, part: Any, state: Any, step: int) -> None:
             load_schedule_state(part, state)  # as long as it is built now, if it trains longer
         else:
             part.load_state_dict(state)
+        if isinstance(part, torch.optim.Optimizer):
+            match_state_layout(part)
     except Exception as error:
         first = " ".join(str(error).split())[:300]
         raise EchelonError(
