@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -14,6 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from browser import require_browser, start_browser
 
 ROOT = Path(__file__).parents[1]
 _FILE_BLOCK = re.compile(r"^```python\n# (\w+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -55,7 +55,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.xdist_group("site")
 def test_every_link_leads_somewhere_and_nothing_is_fetched_from_elsewhere(site: Path) -> None:
     files = sorted(site.rglob("*.html"))
     pages = {file: Page(file.read_text(encoding="utf-8")) for file in files}
@@ -82,36 +81,27 @@ def test_every_link_leads_somewhere_and_nothing_is_fetched_from_elsewhere(site: 
         assert not re.search(r"url\([\"']?(?:https?:)?//", style.read_text()), style
 
 
-@pytest.mark.xdist_group("site")
-def test_the_search_works_from_a_disk(site: Path) -> None:
-    """Opened as a file, without a server: the browser's network has no way out."""
+def test_the_search_works_from_a_disk(site: Path, tmp_path: Path) -> None:
+    """Opened as a file, without a server; every request to elsewhere would be an error there."""
     index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
     entries = json.loads(index.partition("=")[2].rstrip("; \n"))["docs"]
     assert any("trainer.batch_size" in entry["text"] for entry in entries)
-    browser = shutil.which("chromium")
-    if browser is None:
-        pytest.fail("no chromium: python3 scripts/install_chromium.py")
-    from selenium import webdriver
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    options = webdriver.ChromeOptions()
-    for word in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(word)
-    options.add_argument("--host-resolver-rules=MAP * ~NOTFOUND")
-    options.binary_location = browser
-    service = webdriver.ChromeService(shutil.which("chromedriver"))
-    with webdriver.Chrome(options=options, service=service) as driver:
-        driver.get(f"file://{site}/index.html")
-        driver.execute_script("document.querySelector('#__search').click()")
-        box = driver.find_element(By.CSS_SELECTOR, "input[data-md-component=search-query]")
-        wait = WebDriverWait(driver, 120)
-        wait.until(lambda _: box.is_displayed())
-        box.send_keys("ReduceLROnPlateau")
-        found = "a.md-search-result__link"
-        wait.until(lambda d: d.find_elements(By.CSS_SELECTOR, found))
-        links = [e.get_attribute("href") for e in driver.find_elements(By.CSS_SELECTOR, found)]
-        assert any("limits.html" in str(link) for link in links), links
+    require_browser()
+    found = "a.md-search-result__link"
+    with start_browser(tmp_path) as browser:
+        browser.command("Network.enable")
+        browser.command("Network.setBlockedURLs", urls=["http://*", "https://*"])
+        browser.open(f"file://{site}/index.html")
+        browser.run("document.querySelector('#__search').click()")
+        browser.type("input[data-md-component=search-query]", "ReduceLROnPlateau")
+        links = browser.wait(
+            "results",
+            lambda: browser.run(
+                f"return [...document.querySelectorAll('{found}')].map((e) => e.href)"
+            ),
+        )
+        assert any("limits.html" in link for link in links), links
+        assert browser.read_errors() == []
 
 
 _RUN_ALL = """

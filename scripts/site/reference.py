@@ -105,9 +105,10 @@ def _render_group(name: str, settings: list[settings_help.SettingHelp]) -> str:
 
 
 def _escape_cell(text: str) -> str:
-    """Return a text for a cell of a table. What is between backticks is code, and stays."""
+    """Return a text for a cell of a table: nothing but code is taken for Markdown or HTML."""
     parts = text.split("`")
-    parts[::2] = [re.sub(r"<(?=\w)", "&lt;", part.replace("|", r"\|")) for part in parts[::2]]
+    quoted = [re.sub(r"([*|]|__)", r"\\\1", part) for part in parts[::2]]
+    parts[::2] = [re.sub(r"<(?=\w)", "&lt;", part) for part in quoted]
     return "`".join(parts)
 
 
@@ -228,12 +229,15 @@ def _render_object(title: str, module: str, name: str) -> str:
     )
     lines = [f"## `{title}` {{ #{title} }}"]
     if isinstance(node, ast.FunctionDef):
-        lines += [_render_signature(title, node), render_docstring(ast.get_docstring(node) or "")]
+        lines += [
+            _render_signature(title, node),
+            _quote_prose(render_docstring(ast.get_docstring(node) or "")),
+        ]
         return "\n\n".join(lines)
     start = next((n for n in node.body if getattr(n, "name", "") == "__init__"), None)
     if isinstance(start, ast.FunctionDef) and title != "echelon.Session":
         lines.append(_render_signature(title, start, is_method=True))
-    lines.append(render_docstring(ast.get_docstring(node) or ""))
+    lines.append(_quote_prose(render_docstring(ast.get_docstring(node) or "")))
     for method in node.body if name in _WITH_METHODS else ():
         if not isinstance(method, ast.FunctionDef) or method.name.startswith("_"):
             continue
@@ -245,7 +249,7 @@ def _render_object(title: str, module: str, name: str) -> str:
         lines.append(f"### `{full}` {{ #{title}.{method.name} }}")
         if "property" not in decorators:
             lines.append(_render_signature(full, method, is_method=True))
-        lines.append(render_docstring(text))
+        lines.append(_quote_prose(render_docstring(text)))
     return "\n\n".join(lines)
 
 
@@ -302,7 +306,7 @@ def render_docstring(text: str) -> str:
     while i < len(lines):
         line = lines[i]
         if line in ("Parameters:", "Fields:"):
-            out += [f"**{line.removesuffix(':')}**", ""]
+            out += [line, ""]
         elif entry := _ENTRY.match(line):
             column = entry.start(2)
             body = [entry[2]]
@@ -325,15 +329,20 @@ def render_docstring(text: str) -> str:
         else:
             out.append(line)
         i += 1
-    return _quote_html("\n".join(out).strip())
+    return "\n".join(out).strip()
 
 
 def _count_blanks(line: str) -> int:
     return len(line) - len(line.lstrip()) if line.strip() else 0
 
 
-def _quote_html(text: str) -> str:
-    return re.sub(r"<(?=[a-zA-Z])", "&lt;", text)
+def _quote_prose(text: str) -> str:
+    """Return a text in which nothing but code is taken for Markdown or HTML."""
+    parts = re.split(r"(^ *```python$.*?^ *```$|`[^`\n]+`)", text, flags=re.MULTILINE | re.DOTALL)
+    parts[::2] = [
+        re.sub(r"<(?=\w)", "&lt;", re.sub(r"([*]|__)", r"\\\1", part)) for part in parts[::2]
+    ]
+    return "".join(parts)
 
 
 GENERATORS: dict[str, Callable[[], str]] = {
