@@ -25,7 +25,7 @@ from echelon.runs.run_folder import Run
 
 ROOT = Path(__file__).parents[2]
 
-_HELP_WIDTH = 96
+_HELP_WIDTH = 82
 _SECOND_WORDS = {
     "sweep": ("show",),
     "notify": ("test",),
@@ -231,17 +231,17 @@ def _render_object(title: str, module: str, name: str) -> str:
     if isinstance(node, ast.FunctionDef):
         lines += [
             _render_signature(title, node),
-            _quote_prose(render_docstring(ast.get_docstring(node) or "")),
+            _quote_prose(render_docstring(_read_docstring(node))),
         ]
         return "\n\n".join(lines)
     start = next((n for n in node.body if getattr(n, "name", "") == "__init__"), None)
     if isinstance(start, ast.FunctionDef) and title != "echelon.Session":
         lines.append(_render_signature(title, start, is_method=True))
-    lines.append(_quote_prose(render_docstring(ast.get_docstring(node) or "")))
+    lines.append(_quote_prose(render_docstring(_read_docstring(node))))
     for method in node.body if name in _WITH_METHODS else ():
         if not isinstance(method, ast.FunctionDef) or method.name.startswith("_"):
             continue
-        if not (text := ast.get_docstring(method)):
+        if not (text := _read_docstring(method)):
             continue
         decorators = [ast.unparse(each) for each in method.decorator_list]
         owner = title.rpartition(".")[2].lower() if title == "echelon.Session" else title
@@ -251,6 +251,13 @@ def _render_object(title: str, module: str, name: str) -> str:
             lines.append(_render_signature(full, method, is_method=True))
         lines.append(_quote_prose(render_docstring(text)))
     return "\n\n".join(lines)
+
+
+def _read_docstring(node: ast.ClassDef | ast.FunctionDef) -> str:
+    """Return a docstring without the indentation of its code, and with its own: where nothing but
+    an example follows the first line, `inspect.cleandoc` would take away that too."""
+    text = ast.get_docstring(node, clean=False) or ""
+    return re.sub(rf"^ {{{node.col_offset + 4}}}", "", text, flags=re.MULTILINE).strip()
 
 
 def _render_signature(title: str, node: ast.FunctionDef, is_method: bool = False) -> str:
