@@ -46,7 +46,8 @@ class Page(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built as `make docs` builds it."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    command += ["--site-dir", str(folder)]
     environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "CI")}
     done = subprocess.run(
         command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False
@@ -155,5 +156,5 @@ def test_the_programs_in_pages_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     ended = [line.split() for line in done.stdout.splitlines()]
     assert len(ended) == len(programs)
-    for code, folder, name in ended:
-        assert code == "0", f"{name} of {folder}:\n{(Path(folder) / f'{name}.log').read_text()}"
+    for code, place, name in ended:
+        assert code == "0", f"{name} of {place}:\n{Path(place, f'{name}.log').read_text()}"
