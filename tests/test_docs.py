@@ -64,12 +64,7 @@ def test_links_files_and_commands_exist(page: Path) -> None:
     prose = _BLOCK.sub("", text)
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", prose)]
     local = [link for link in links if link and "://" not in link]
-    # A page of the site may be a file of the repository that is elsewhere.
-    pages = load_site_module("pages").PAGES
-    folder = page.parent
-    missing = [link for link in local if not (folder / link).exists()]
-    docs = ROOT / "docs"
-    assert [m for m in missing if (folder / m).resolve() not in {docs / uri for uri in pages}] == []
+    assert [link for link in local if not (page.parent / link).exists()] == []
     named = set(_FILE.findall(text))
     places = (ROOT, page.parent)
     assert [name for name in named if not any((place / name).exists() for place in places)] == []

@@ -16,9 +16,17 @@ from typing import Any
 
 import reference
 from mkdocs.structure.files import File
-from pages import PAGES
 
 ROOT = Path(__file__).parents[2]
+PAGES = {
+    "benchmarks.md": "benchmarks/README.md",
+    "guides/movielens.md": "examples/movielens/README.md",
+    "developers/changelog.md": "CHANGELOG.md",
+    "developers/contributing.md": "CONTRIBUTING.md",
+    "developers/report_vulnerability.md": "SECURITY.md",
+    "developers/test_cluster.md": "cluster/README.md",
+}
+"""Pages of the site that are files of the repository outside docs/."""
 _URI_OF = {source: uri for uri, source in PAGES.items()}
 _SOURCES = "files"
 """The folder of pages that show a file of the repository."""
