@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import faulty_experiment
+import nccl_abort
 import pytest
 from test_cuda_training import echelon, losses
 
@@ -27,3 +31,11 @@ def test_the_others_go_on_with_the_same_numbers(rank: int, tmp_path: Path) -> No
     assert f"rank {rank} replaced: 3 processes" in done.stderr
     assert len(losses(tmp_path, "hit")) == 40
     assert losses(tmp_path, "hit") == pytest.approx(losses(tmp_path, "whole"), rel=1e-4)
+
+
+def test_a_communicator_of_nccl_is_ended_and_made_again(tmp_path: Path) -> None:
+    """One GPU has one rank of NCCL, so no other rank can be lost: this much can be shown of it."""
+    command = [sys.executable, nccl_abort.__file__, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"was_waiting": True, "is_right": True}

@@ -172,10 +172,14 @@ def _write_program(path: Path, script: str) -> None:
 
 
 def test_a_secret_in_a_text_is_hidden() -> None:
-    message = make_message("failed", "a", "a failed", [f"KeyError: {CANARY}"])
+    other = "another-of-a-tracker"
+    facts = {"failure": {"summary": f"KeyError: {CANARY}", "lines": [f"{other}!"]}}
+    message = make_message("failed", "a", "a failed", [f"KeyError: {CANARY} {other}"], facts)
+    secrets = {"ECHELON_SLACK_URL": f"https://slack/{CANARY}", "WANDB_API_KEY": other}
     with serve_web() as sink:
-        send(NotifyConfig(to=["webhook"]), message, ECHELON_WEBHOOK_URL=f"{sink.url}/{CANARY}")
-    assert sink.received[0]["lines"] == ["KeyError: ***"]
+        send(NotifyConfig(to=["webhook"]), message, ECHELON_WEBHOOK_URL=sink.url, **secrets)
+    assert sink.received[0]["lines"] == ["KeyError: *** ***"]
+    assert sink.received[0]["failure"] == {"summary": "KeyError: ***", "lines": ["***!"]}
 
 
 # --- echelon notify test ------------------------------------------------------------------------

@@ -15,19 +15,15 @@ NO_PYTHON = 113
 _PYTHONS = ("python3", "python3.13", "python3.12", "python3.11", "python3.10")
 _READ_PROGRAM = "import sys; i = sys.stdin.buffer; exec(i.read(int(i.readline())))"
 _IS_NEW_ENOUGH = "import sys; sys.exit(sys.version_info < (3, 10))"
-_SCRIPT = f"""{{
-  command -v sbatch || {{ [ -r /etc/profile ] && . /etc/profile; }}
-}} >/dev/null 2>&1
-for p do
-  case "$p" in "~/"*) p="$HOME/${{p#??}}" ;; esac
-  if command -v "$p" >/dev/null 2>&1 && "$p" -I -c '{_IS_NEW_ENOUGH}' 2>/dev/null; then
-    exec "$p" -I -c '{_READ_PROGRAM}'
-  fi
-done
-echo "$(python3 -V 2>&1 || echo no python3)" >&2
-exit {NO_PYTHON}
-"""
-"""A shell that is not a login shell may not find Slurm before /etc/profile was read."""
+_SCRIPT = (
+    "{ command -v sbatch || { [ -r /etc/profile ] && . /etc/profile; }; } >/dev/null 2>&1; "
+    'for p do case "$p" in "~/"*) p="$HOME/${p#??}" ;; esac; '
+    f"""if command -v "$p" >/dev/null 2>&1 && "$p" -I -c '{_IS_NEW_ENOUGH}' 2>/dev/null; """
+    f"""then exec "$p" -I -c '{_READ_PROGRAM}'; fi; done; """
+    f'echo "$(python3 -V 2>&1 || echo no python3)" >&2; exit {NO_PYTHON}'
+)
+"""A shell that is not a login shell may not find Slurm before /etc/profile was read. It is one
+line, as csh ends a quoted word at the end of its line."""
 
 
 def make_remote_command(python: str | None) -> str:

@@ -58,6 +58,8 @@ def _receive(connection: LoginConnection, copy: LocalCopy, which: str) -> list[P
             _write_part(folder, str(message["part"]), int(message["offset"]), data)
         elif "complete" in message:
             complete.append(_publish(folder, str(message["complete"])))
+    if best is not None:
+        _require_plain_name(best)
     if best is not None and (folder / best).is_dir():
         with replace_file(folder / BEST_LINK) as temporary:
             temporary.symlink_to(best)
@@ -89,8 +91,15 @@ def _write_part(folder: Path, name: str, offset: int, data: bytes) -> None:
         file.write(data)
 
 
+def _require_plain_name(name: str) -> None:
+    """Refuse what would lead out of the folder of snapshots."""
+    if name in ("", ".", "..") or "/" in name:
+        raise EchelonError(Fault(f"a snapshot named {name!r} was sent", "look who runs that host"))
+
+
 def _publish(folder: Path, name: str) -> Path:
     """Give a snapshot that is whole its name."""
+    _require_plain_name(name)
     incoming, final = folder / f"{_INCOMING}{name}", folder / name
     if incoming.is_dir():
         if (final / MANIFEST_FILE).is_file():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from echelon.config.schema import NotifyConfig
@@ -18,6 +18,7 @@ from echelon.notify.registry import CHANNELS
 _RETRY_AFTER_S = 2.0
 CLOSE_LIMIT_S = 2 * TRY_S + _RETRY_AFTER_S + 2.0
 """After so long a message is sent or was given up."""
+_SECRET_NAMES = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 _MIN_SECRET = 8
 """A shorter part of an address is no secret, and hiding it would garble texts."""
 
@@ -37,13 +38,13 @@ def deliver(
     """Send a message over all channels that were chosen, side by side; returns what became of it,
     in at most CLOSE_LIMIT_S."""
     channels = [CHANNELS[name] for name in dict.fromkeys(config.to)]
-    secrets = list_secrets(channels, env)
+    secrets = list_secrets(CHANNELS.values(), env)
     message = make_message(  # an error of the user's may hold what its program was given
         message.event,
         message.name,
         hide_secrets(message.subject, secrets),
         [hide_secrets(line, secrets) for line in message.lines],
-        message.facts,
+        _hide_in_facts(message.facts, secrets),
     )
     threads = [_SendThread(channel, message, config, env, tries) for channel in channels]
     for thread in threads:
@@ -92,10 +93,14 @@ class _SendThread(threading.Thread):
                 time.sleep(_RETRY_AFTER_S)
 
 
-def list_secrets(channels: Sequence[Channel], env: Mapping[str, str]) -> list[str]:
+def list_secrets(channels: Iterable[Channel], env: Mapping[str, str]) -> list[str]:
     """Return what must appear nowhere, the longest first: passwords, and of addresses all but the
-    host."""
-    found: set[str] = set()
+    host; and every variable whose name says that it is a secret, such as WANDB_API_KEY."""
+    found = {
+        value
+        for name, value in env.items()
+        if name.upper().endswith(_SECRET_NAMES) and len(value) >= _MIN_SECRET
+    }
     for channel in channels:
         for variable in channel.secret_variables:
             value = env.get(variable, "")
@@ -105,6 +110,16 @@ def list_secrets(channels: Sequence[Channel], env: Mapping[str, str]) -> list[st
                 pieces = [*parts.path.split("/"), parts.query, parts.username, parts.password]
                 found |= {piece for piece in pieces if piece and len(piece) >= _MIN_SECRET}
     return sorted(found - {""}, key=len, reverse=True)
+
+
+def _hide_in_facts(facts: Any, secrets: Sequence[str]) -> Any:
+    if isinstance(facts, str):
+        return hide_secrets(facts, secrets)
+    if isinstance(facts, Mapping):
+        return {key: _hide_in_facts(value, secrets) for key, value in facts.items()}
+    if isinstance(facts, list | tuple):
+        return [_hide_in_facts(value, secrets) for value in facts]
+    return facts
 
 
 def hide_secrets(text: str, secrets: Sequence[str]) -> str:

@@ -134,7 +134,10 @@ class RunUse:
 
     @property
     def jobs(self) -> list[str]:
-        """The jobs of Slurm's in which it was started, or would have been."""
+        """The jobs of Slurm's in which it was started, or would have been; none of a copy, whose
+        jobs are another cluster's."""
+        if self.run.origin_file.exists():
+            return []
         started = [phase.job for phase in self.history.phases]
         return list(dict.fromkeys(job for job in (*started, self.run.read_job_id()) if job))
 

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from echelon.runs.slurm_environment import make_slurm_environment
 from echelon.utils.os_errors import format_os_error_reason
 
 _COMMAND_TIMEOUT_S = 120.0
@@ -38,9 +39,12 @@ class SlurmQueueAnswer(NamedTuple):
     """Why there is no answer; empty if there is one."""
 
 
-def run_slurm_command(*words: str, input: str | None = None) -> subprocess.CompletedProcess[str]:
+def run_slurm_command(
+    *words: str, input: str | None = None, script: str = ""
+) -> subprocess.CompletedProcess[str]:
     """Run a Slurm command with a time limit. A command that is missing or too slow gives a
-    non-zero exit code and a reason in its stderr, like one that failed."""
+    non-zero exit code and a reason in its stderr, like one that failed. `script` is what sbatch
+    reads, where that is not `input`."""
     try:
         return subprocess.run(
             words,
@@ -48,6 +52,7 @@ def run_slurm_command(*words: str, input: str | None = None) -> subprocess.Compl
             encoding="utf-8",
             errors="surrogateescape",
             input=input,
+            env=make_slurm_environment(os.environ, input or script),
             timeout=_COMMAND_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:

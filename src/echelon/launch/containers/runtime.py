@@ -115,8 +115,9 @@ done
 unset IFS"""
 
 
-PASS_VARIABLES_LINES = r"""for name in $(env | sed -n "s/^\([A-Za-z_][A-Za-z0-9_]*\)=.*/\1/p"); do
+PASS_VARIABLES_LINES = r"""for name in $(awk 'BEGIN { for (n in ENVIRON) print n }' < /dev/null); do
   case $name in
+    *[!A-Za-z0-9_]* | [0-9]* | AWK*) ;;
     PATH | HOME | PWD | OLDPWD | SHLVL | SHELL | TMPDIR | TERM | HOSTNAME | _ | MANPATH) ;;
     LD_* | PYTHONPATH | PYTHONHOME | PYTHONSTARTUP | PYTHONUSERBASE | VIRTUAL_ENV | PIP_*) ;;
     CONDA_* | XDG_* | DBUS_* | MODULE* | LOADEDMODULES | LMOD_*) ;;

@@ -6,6 +6,7 @@ Nothing here keeps a connection or a credential of its own.
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from echelon.utils.os_errors import format_os_error_reason
 
 _TIMEOUT_S = 120.0
 _KINDS = {"job": "jobs.batch", "jobset": "jobsets.jobset.x-k8s.io"}
+START_LABEL = "echelon/start"
+"""Which start has made an object."""
 _ENDINGS = {"Complete": True, "Completed": True, "Failed": False}
 """Conditions of Jobs and JobSets by which they are over, and whether they ended well."""
 
@@ -58,8 +61,10 @@ def require_cluster_accepts(k8s: KubernetesConfig, objects: Sequence[Manifest]) 
 
 def create_objects(k8s: KubernetesConfig, objects: Sequence[Manifest]) -> None:
     """Create the objects of a run, whose last one is the Job or JobSet, which then owns the others:
-    they are deleted with it. If one cannot be created, those before it are deleted again."""
-    name = objects[-1]["metadata"]["name"]
+    they are deleted with it. If one cannot be created, those before it are deleted again, and none
+    of a run of the same name that somebody else has started meanwhile."""
+    label = {START_LABEL: secrets.token_hex(8)}
+    objects = [_add_labels(each, label) for each in objects]
     try:
         created = _run(k8s, "create", "-f", "-", "-o", "json", objects=objects)
         owner = _find_owner(created, objects[-1]["kind"])
@@ -69,8 +74,13 @@ def create_objects(k8s: KubernetesConfig, objects: Sequence[Manifest]) -> None:
         ]
         _run(k8s, "replace", "-f", "-", objects=owned)
     except EchelonError:
-        delete_objects(k8s, name)
+        _delete_labelled(k8s, label, waits=False)
         raise
+
+
+def _add_labels(document: Manifest, labels: dict[str, str]) -> Manifest:
+    metadata = document["metadata"]
+    return {**document, "metadata": metadata | {"labels": metadata["labels"] | labels}}
 
 
 def _find_owner(created: str, kind: str) -> dict[str, str]:
@@ -110,8 +120,12 @@ def read_state(k8s: KubernetesConfig, name: str) -> ResourceState | None:
 def delete_objects(k8s: KubernetesConfig, name: str, waits: bool = False) -> None:
     """Delete all objects of a run, and wait until they are gone if asked to. Its pods get TERM, on
     which they save, and as long for that as launch.k8s.grace_s says."""
+    _delete_labelled(k8s, {NAME_LABEL: "echelon", INSTANCE_LABEL: name}, waits)
+
+
+def _delete_labelled(k8s: KubernetesConfig, labels: dict[str, str], waits: bool) -> None:
     kinds = ",".join([_KINDS[k8s.resource], "services", "configmaps", "secrets"])
-    label = f"{NAME_LABEL}=echelon,{INSTANCE_LABEL}={name}"
+    label = ",".join(f"{key}={value}" for key, value in labels.items())
     how = ["--wait=true", "--timeout=60s"] if waits else ["--wait=false"]
     _run(k8s, "delete", kinds, "-l", label, "--ignore-not-found", *how)
 

@@ -33,6 +33,7 @@ _NEW_KEY = "?"
 """What a plan shows in the place of a key. It is too short for one, so that a manifest that is
 applied as it was printed is refused by its pods, with how to make a key."""
 _NO_START = "planned"
+_MAX_WAIT_FAILURES = 30
 _WAIT_POLL_S = 10.0
 
 
@@ -122,7 +123,9 @@ class KubernetesLauncher(Launcher):
         """Print how to follow the pods or, if asked to wait, wait until they are over."""
         k8s, name = config.launch.k8s, make_resource_name(str(config.run.name))
         label = f"app.kubernetes.io/instance={name}"
-        logs = kubectl.make_kubectl_words(k8s, "logs", "-f", "--prefix", "-l", label)
+        # By default kubectl follows no more than five pods.
+        most = f"--max-log-requests={max(5, config.launch.nodes)}"
+        logs = kubectl.make_kubectl_words(k8s, "logs", "-f", "--prefix", most, "-l", label)
         print(f"  follow it  {shlex.join(logs)}")
         pods = kubectl.make_kubectl_words(k8s, "get", "pods", "-l", label)
         print(f"  all pods   {shlex.join(pods)}")
@@ -210,8 +213,17 @@ def _make_delete_words(config: Config) -> list[str]:
 def _wait_until_over(config: Config, name: str) -> int:
     """Wait for the Job or JobSet; returns 0 if it ended well. Ctrl-C leaves it as it is."""
     try:
+        failures = 0
         while True:
-            state = kubectl.read_state(config.launch.k8s, name)
+            try:
+                state = kubectl.read_state(config.launch.k8s, name)
+            except EchelonError:  # the API server may be away for a while
+                failures += 1
+                if failures == _MAX_WAIT_FAILURES:
+                    raise
+                time.sleep(_WAIT_POLL_S)
+                continue
+            failures = 0
             if state is None:
                 print(f"{config.launch.k8s.resource} {name} was deleted", file=sys.stderr)
                 return ExitCode.PREEMPTED

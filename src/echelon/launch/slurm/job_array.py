@@ -18,6 +18,11 @@ from echelon.runs.create import create_run
 from echelon.runs.run_folder import Run
 from echelon.runs.writer import release_run_folder
 
+_SLURM_CONF_FILES = (
+    "/etc/slurm/slurm.conf",
+    "/etc/slurm-llnl/slurm.conf",
+    "/run/slurm/conf/slurm.conf",  # where the controller has given it to this machine
+)
 _DEFAULT_MAX_ARRAY_SIZE = 1001
 """Slurm's default of MaxArraySize; indices stay below it."""
 
@@ -132,7 +137,7 @@ def _require_equal_launch(configs: Sequence[Config]) -> None:
 
 def read_max_array_size(env: Mapping[str, str]) -> int:
     """MaxArraySize from the cluster's own file, so that the controller is not asked."""
-    for file in (env.get("SLURM_CONF"), "/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf"):
+    for file in (env.get("SLURM_CONF"), *_SLURM_CONF_FILES):
         try:
             text = Path(file).read_text(encoding="utf-8", errors="replace") if file else ""
         except OSError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, Fault
@@ -84,7 +85,7 @@ def submit_job(name: str, command: tuple[str, ...], created_runs: Sequence[Run])
     queue it twice.
     """
     before = time.time()
-    done = run_slurm_command(*command)
+    done = run_slurm_command(*command, script=_read_script(command[-1]))
     job = done.stdout.strip().partition(";")[0]
     if done.returncode == 0 and job.isdecimal():
         return job
@@ -93,6 +94,13 @@ def submit_job(name: str, command: tuple[str, ...], created_runs: Sequence[Run])
     for run in created_runs:
         run.update_status(state="not submitted")
     raise _make_refusal(done.stderr or done.stdout)
+
+
+def _read_script(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:  # sbatch says so
+        return ""
 
 
 def find_in_queue(name: str, since: float) -> str | None:
