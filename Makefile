@@ -9,7 +9,7 @@ SEED    := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 endif
 PYTEST  := $(PY) -m pytest --randomly-seed=$(SEED)
 
-.PHONY: docs demo test test-here test-cluster check lint bench bench-gpu test-gpu campaigns cluster cluster-down clean help
+.PHONY: docs demo test test-here test-cluster check test-quick lint bench bench-gpu test-gpu campaigns cluster cluster-down wheel matrix completion-words wheel-tags clean help
 
 help:           ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -18,17 +18,20 @@ demo:           ## train a toy on two processes and look at it
 	@scripts/demo.sh
 
 test: $(READY)  ## everything that runs on a CPU
-	@$(MAKE) --no-print-directory -j2 --output-sync=target SEED=$(SEED) test-here test-cluster
+	@$(MAKE) --no-print-directory -j3 --output-sync=target SEED=$(SEED) lint test-here test-cluster
 
-# Side by side, since both wait as well as compute. One pytest for quick and slow tests: each of its
+# Side by side, since all wait as well as compute. One pytest for quick and slow tests: each of its
 # processes takes seconds to import and to collect all of them.
-test-here: lint
+test-here: $(READY)
 	$(PYTEST) tests --ignore=tests/cluster -n 3 --dist worksteal -m $(CPU) < /dev/null
 
 test-cluster: $(READY)
 	$(PYTEST) tests/cluster -n 4 --dist loadgroup -m $(CPU) < /dev/null
 
-check: lint     ## lint, types, unit tests: two to three minutes on two cores
+check: $(READY) ## lint, types, unit tests: about a minute on two cores
+	@$(MAKE) --no-print-directory -j2 --output-sync=target SEED=$(SEED) lint test-quick
+
+test-quick: $(READY)
 	$(PYTEST) tests -n auto --dist worksteal -m "not slow and not gpu and not campaign" < /dev/null
 
 lint: $(READY)
@@ -67,8 +70,21 @@ cluster:        ## start the test cluster, three hosts on this machine (root, De
 cluster-down:   ## remove every trace of it
 	python3 cluster/cluster.py down
 
+wheel: $(READY) ## a wheel and an sdist in dist/, checked in empty environments outside of this folder
+	scripts/build_wheel.sh
+	$(PY) scripts/check_wheel.py dist/echelon-*.whl
+
+matrix: $(READY) ## the tests with other versions of Python, torch and all dependencies; CELLS=oldest chooses
+	$(PY) scripts/run_matrix.py $(CELLS)
+
+completion-words: $(READY) ## write what completion of shells knows, after a change of commands or settings
+	$(PY) scripts/write_completion_words.py
+
+wheel-tags: $(READY) ## write docs/wheels.md: for which machines all dependencies have wheels
+	$(PY) scripts/write_wheel_tags.py
+
 clean:          ## remove the virtual environment and what tests and demos left
-	rm -rf .venv runs build .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv runs build dist .mypy_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml constraints.txt scripts/setup.sh scripts/create_venv.sh
 	scripts/setup.sh dev

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from echelon.train.media import Histogram, Image
     from echelon.train.session import Session
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Experiment",
     "Histogram",

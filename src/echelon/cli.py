@@ -13,7 +13,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple
 
-from echelon import __version__
 from echelon.errors import EchelonError, ExitCode, suggest_nearest
 from echelon.utils.streams import open_missing_streams
 
@@ -75,8 +74,7 @@ def run_command(words: list[str]) -> int:
         print(_render_overview())
         return ExitCode.OK
     if words[0] in ("-V", "--version"):
-        print(f"echelon {__version__}")
-        return ExitCode.OK
+        return int(import_module("echelon.commands.version").version(words[1:]))
     name = words[0]
     subcommand = SUBCOMMANDS.get(name)
     if " ".join(words[:2]) in RECIPE_COMMANDS:
@@ -113,6 +111,7 @@ Try:
 _MOVIELENS = "echelon.recipes.movielens.commands"
 
 SUBCOMMANDS = {
+    "init": Subcommand("write a small project that trains at once", "init"),
     "train": Subcommand("train an experiment, here or on many machines", "train"),
     "resume": Subcommand("continue an old run", "train"),
     "run": Subcommand("run any program in the same places", "train"),
@@ -143,6 +142,7 @@ SUBCOMMANDS = {
     "doctor": Subcommand("what is wrong with this machine, and what fixes it", "doctor"),
     "preflight": Subcommand("whether a job would run well on its nodes", "doctor"),
     "setup": Subcommand("a rented machine for launch=ssh; defaults for a cluster", "setup"),
+    "completion": Subcommand("completion of command lines in bash, zsh and fish", "completion"),
     "explain": Subcommand("the rank and world of this process, and why", "explain"),
     "node": Subcommand("be one node of a run; scripts call this", "node"),
     "pod": Subcommand("be one pod of a run of launch=k8s; manifests call this", "node"),

@@ -146,6 +146,7 @@ class ForkedProcess:
 
 def serve(channel: Connection) -> None:
     """Answer until the test process has closed its end."""
+    import metric_set  # noqa: F401  torchmetrics takes two seconds to import
     import pytest  # noqa: F401  the tests' modules import it
     import worlds  # noqa: F401  what every rank needs, above all torch
 

@@ -20,7 +20,11 @@ class TypedTerminal:
         self.shown = ""
 
     def type_line(self, text: str) -> None:
-        os.write(self._handle, f"{text}\n".encode())
+        self.type_keys(f"{text}\n")
+
+    def type_keys(self, text: str) -> None:
+        """Type what may be a part of a line, with keys such as Tab."""
+        os.write(self._handle, text.encode())
 
     def wait_for(self, text: str, limit_s: float) -> str:
         """Wait until a text is on the screen; returns all up to its end, and forgets it."""

@@ -22,9 +22,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any
 
-import metric_set  # noqa: F401  torchmetrics takes a second to import
 import torch
-import torch._dynamo  # DDP and the optimizers import it on first use: once here, not in every rank
 import toy_experiments
 from command_runner import (
     CommandResult,
@@ -311,19 +309,27 @@ def run_commands(folder: Path, commands: Sequence[Sequence[str]]) -> list[Ended]
     return spawn_world(len(commands), rank_main, folder / "output-verb")
 
 
-def start_forked(words: Sequence[str], folder: Path, **variables: str) -> RunningCommand:
+def start_forked(
+    words: Sequence[str], folder: Path, host: str | None = None, **variables: str
+) -> RunningCommand:
     """`python WORDS` in a folder, as `command_runner.start` does it, where WORDS begin with the
     interpreter and then `-m MODULE` or a file; only torch is imported already, which would take
-    longer than all of the rest. Stop it, kill it, wait for it: it is a process of its own."""
+    longer than all of the rest. Stop it, kill it, wait for it: it is a process of its own, on a
+    host of the test cluster if one is named."""
     assert words[0] == sys.executable, words
-    return start_with(_fork, words, folder, **variables)
+    return start_with(partial(_fork, host), words, folder, **variables)
 
 
 def _fork(
-    words: Sequence[str], folder: Path, variables: dict[str, str], out: IO[bytes], err: IO[bytes]
+    host: str | None,
+    words: Sequence[str],
+    folder: Path,
+    variables: dict[str, str],
+    out: IO[bytes],
+    err: IO[bytes],
 ) -> ProcessHandle:
     files = [Path(f"/proc/{os.getpid()}/fd/{file.fileno()}") for file in (out, err)]
-    call = partial(run_as_main_program, list(words[1:]))
+    call = partial(run_as_main_program, list(words[1:]), host)
     return _fork_server().start(call, files[0], variables, files[1], folder)
 
 

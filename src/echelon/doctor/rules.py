@@ -67,7 +67,8 @@ def check_venv(facts: MachineFacts) -> Iterator[Verdict]:
             "environment",
             WARN,
             "none: this is the system's Python, which other programs share",
-            "python3 -m venv .venv && . .venv/bin/activate && pip install echelon",
+            "python3 -m venv .venv && . .venv/bin/activate && pip install "
+            f"echelon-{facts.echelon}-py3-none-any.whl",
         )
 
 

@@ -44,7 +44,7 @@ def refresh_copies(
 ) -> None:
     """Bring copies up to date by an open connection."""
     connection.step = "bringing back what the run wrote"
-    known = [[copy.origin.folder, copy.describe_known(with_logs)] for copy in copies]
+    known = [copy.describe_known(with_logs) for copy in copies]
     connection.send({"do": "refresh", "logs": with_logs}, json.dumps(known).encode())
     by_folder = {copy.origin.folder: copy for copy in copies}
     while True:
@@ -54,6 +54,8 @@ def refresh_copies(
         by_folder[str(message["folder"])].apply(message, data)
     for copy in copies:
         copy.save()
+    if trials := [LocalCopy(run) for copy in copies for run in copy.new_trials]:
+        refresh_copies(connection, trials, with_logs)
 
 
 def _group_by_target(runs: Sequence[Run]) -> list[tuple[LoginTarget, list[LocalCopy]]]:
@@ -164,7 +166,7 @@ class Follower:
     ) -> None:
         """Apply what comes, until other runs are wanted."""
         connection.step = "following"
-        known = [[copy.origin.folder, copy.describe_known(self._with_logs)] for copy in copies]
+        known = [copy.describe_known(self._with_logs) for copy in copies]
         request = {"do": "follow", "logs": self._with_logs}
         connection.send(request, json.dumps(known).encode())
         by_folder = {copy.origin.folder: copy for copy in copies}

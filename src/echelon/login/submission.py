@@ -69,11 +69,15 @@ class LoginSubmission:
     """Whether each is a command that works in a copy of the source of its own."""
     uses_environment: bool = True
     """Whether the environment that the source asks for is built."""
+    extra: str = ""
+    """The extra of Echelon that jobs need, such as `sweep`."""
+    call: Mapping[str, Any] | None = None
+    """Which function the only run calls, and with which arguments (`submission.call_function`)."""
 
     @property
     def needs_echelon(self) -> bool:
         """Whether jobs run Echelon. Programs that srun itself starts need not even have torch."""
-        return not all(map(is_started_by_srun, self.configs))
+        return bool(self.extra or self.call) or not all(map(is_started_by_srun, self.configs))
 
     @classmethod
     def from_configs(cls, configs: Sequence[Config]) -> LoginSubmission:
@@ -135,7 +139,8 @@ class LoginSubmission:
     def compute_key(self) -> str:
         """Return what is the same when the same command is typed again: all but generated names."""
         nameless = [replace(c, run=replace(c.run, name=None)).to_dict() for c in self.configs]
-        text = json.dumps([vars(self.target), str(self.source), nameless], sort_keys=True)
+        what = [vars(self.target), str(self.source), nameless, self.call]
+        text = json.dumps(what, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
@@ -223,7 +228,7 @@ def carry_out(
         require_free_or_copy(run, submission.target.host)
     runs_folder = Path(configs[0].run.dir).absolute()
     launch = submission.configs[0].launch
-    secrets_text = _render_secrets(read_launch_secrets(submission.configs[0], False))
+    secrets_text = render_secrets(submission.configs[0])
     manifest = read_manifest(submission.source, runs_folder, os.environ, launch.secrets)
     submission_id = note.write(submission)
     # Whether it is open what became of the id: until the login node has said so.
@@ -233,7 +238,7 @@ def carry_out(
             result = _find_earlier(connection, note.id)
             is_open = result is not None
             if result is None:
-                python = _prepare(connection, submission, manifest)
+                python = prepare_jobs(connection, submission, manifest)
                 is_open = True
                 request = {"do": "submit", "id": submission_id, "digest": manifest.digest}
                 mapped = [
@@ -244,9 +249,10 @@ def carry_out(
                     "configs": mapped,
                     "secrets": secrets_text,
                     "works_alone": submission.works_alone,
+                    "call": submission.call,
                 }
                 try:
-                    result = _submit(connection, request | python, wanted)
+                    result = submit_request(connection, request | python, wanted)
                 except LoginLostError:
                     raise
                 except EchelonError:
@@ -265,7 +271,7 @@ def carry_out(
     return submission, result
 
 
-def _submit(
+def submit_request(
     connection: LoginConnection, request: dict[str, Any], wanted: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Have the login node carry the submission out, and return what it says of the jobs."""
@@ -323,7 +329,7 @@ def adopt_interrupted(root: Path) -> None:
         (root / NOTES_FOLDER).rmdir()
 
 
-def _prepare(
+def prepare_jobs(
     connection: LoginConnection, submission: LoginSubmission, manifest: SourceManifest
 ) -> dict[str, Any]:
     """Send the source and have the Python of the jobs prepared; returns what a submission says of
@@ -339,8 +345,8 @@ def _prepare(
             "digest": manifest.digest,
             "named": launch.python,
             "setup": launch.setup,
-            "requirements": list_requirements() if submission.needs_echelon else [],
-            "modules": list_required_modules() if submission.needs_echelon else [],
+            "requirements": list_requirements(submission.extra) if submission.needs_echelon else [],
+            "modules": list_required_modules(submission.extra) if submission.needs_echelon else [],
             "environment": submission.uses_environment,
         }
     )
@@ -396,7 +402,9 @@ def _print_result(submission: LoginSubmission, result: Mapping[str, Any], stream
         )
 
 
-def _render_secrets(variables: Mapping[str, str]) -> str:
+def render_secrets(config: Config) -> str:
+    """Return the secrets of a configuration as the lines of the file that jobs read."""
+    variables = read_launch_secrets(config, False)
     return "".join(f"{name}={value}\n" for name, value in variables.items())
 
 

@@ -297,7 +297,7 @@ def _evaluate_host_without_echelon(facts: dict[str, Any]) -> list[Verdict]:
     python, torch = sys.executable, importlib.metadata.version("torch")
     where = Path(python).parent
     new = where.name == "bin" and f"python3 -m venv {where.parent} && "
-    install = f"{new or ''}{python} -m pip install echelon=={__version__}"
+    install = f"{new or ''}{python} -m pip install echelon-{__version__}-py3-none-any.whl"
     verdicts = [
         Verdict("python", OK, f"{facts['python']}, {facts['executable']}"),
         Verdict(

@@ -3,6 +3,7 @@
     .echelon/files/ab/cdef…      every file by its SHA-256, read-only
     .echelon/sources/DIGEST/     a tree, by the digest of its manifest; the working folder of jobs
     .echelon/code/RUN            a link to the tree that a run was submitted with
+    .echelon/sweeps/SWEEP/       the tree that the workers of a sweep were submitted with
 
 A tree never changes once it has its name, so that what a job reads is what was submitted.
 """
@@ -104,6 +105,29 @@ class SourceStore:
         with replace_file(link) as temporary:
             temporary.symlink_to(os.path.relpath(tree, link.parent))
 
+    def get_sweep_folder(self, sweep_name: str) -> Path:
+        """Return the working folder of a sweep's workers."""
+        return self.folder / "sweeps" / sweep_name
+
+    def make_sweep_folder(self, sweep_name: str, tree: Path) -> Path:
+        """Make the working folder of a sweep's workers, out of links to the files of a tree.
+
+        It is no link to the tree: trials compare the path of their code, which stays the same when
+        the sweep is continued with other code.
+        """
+        folder = self.get_sweep_folder(sweep_name)
+        partial = folder.with_name(f".{sweep_name}.{secrets.token_hex(4)}")
+        earlier = folder.with_name(f"{partial.name}.old")
+        try:
+            shutil.copytree(tree, partial, symlinks=True, copy_function=_link_or_copy)
+            if folder.exists():
+                folder.rename(earlier)
+            partial.rename(folder)
+        finally:
+            for each in (partial, earlier):
+                shutil.rmtree(each, ignore_errors=True)
+        return folder
+
     def _add_entry(self, path: Path, kind: str, content: str) -> None:
         if kind == "link":
             path.symlink_to(content)
@@ -123,9 +147,26 @@ class SourceStore:
         return self.folder / "files" / digest[:2] / digest[2:]
 
     def _has_file(self, digest: str, size: int) -> bool:
+        file = self._get_file(digest)
         with contextlib.suppress(OSError):
-            return self._get_file(digest).stat().st_size == size
+            status = file.stat()
+            if status.st_nlink == 1:
+                os.utime(file)  # it is in no tree, and is about to be
+            return status.st_size == size
         return False
+
+    def note_use(self, *folders: Path) -> None:
+        """Have it known that code is used today: what is not goes after a while."""
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                os.utime(folder)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def compute_tree_digest(entries: Sequence[Sequence[Any]]) -> str:
