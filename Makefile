@@ -9,7 +9,7 @@ SEED    := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 endif
 PYTEST  := $(PY) -m pytest --randomly-seed=$(SEED)
 
-.PHONY: demo test test-here test-cluster check test-quick lint bench bench-gpu test-gpu campaigns cluster cluster-down wheel matrix completion-words wheel-tags clean help
+.PHONY: docs demo test test-here test-cluster check test-quick lint bench bench-gpu test-gpu campaigns cluster cluster-down wheel matrix completion-words wheel-tags clean help
 
 help:           ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -38,6 +38,9 @@ lint: $(READY)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+docs: $(READY)  ## build the documentation into build/site; open build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --clean
 
 test-gpu:       ## the tests that need an NVIDIA GPU, with this machine's own Python and torch
 	python3 -c 'import xdist' 2>/dev/null && beside='-n 6 --dist loadgroup'; \

@@ -3,8 +3,6 @@ one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch.distributed as dist
 
@@ -15,8 +13,8 @@ THREE = Round(0, (0, 1, 2))
 
 
 @pytest.fixture
-def rounds() -> Iterator[RoundStore]:
-    yield RoundStore(SealedStore.open(dist.HashStore(), {}), 0)
+def rounds() -> RoundStore:
+    return RoundStore(SealedStore.open(dist.HashStore(), {}), 0)
 
 
 def test_all_ranks_have_ended(rounds: RoundStore) -> None:
