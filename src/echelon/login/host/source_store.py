@@ -16,7 +16,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from echelon.errors import EchelonError, Fault
@@ -61,7 +61,7 @@ class SourceStore:
             raise EchelonError(
                 Fault("a file of the source changed while it was sent", "type the command again")
             )
-        path = self._get_file(digest)
+        path = Path(self._get_file(digest))
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path) as temporary:
             with temporary.open("wb") as file:
@@ -76,10 +76,11 @@ class SourceStore:
         partial = tree.with_name(f".{digest}.{secrets.token_hex(4)}")
         try:
             partial.mkdir(parents=True)
-            for folder in sorted({str(PurePosixPath(entry[0]).parent) for entry in entries}):
-                (partial / folder).mkdir(parents=True, exist_ok=True)
+            for folder in sorted({entry[0].rpartition("/")[0] for entry in entries}):
+                (partial / _require_relative(folder)).mkdir(parents=True, exist_ok=True)
+            base = str(partial)  # of thousands of files, texts are made faster than paths
             for name, kind, content, _ in entries:
-                self._add_entry(partial / _require_relative(name), kind, content)
+                self._add_entry(f"{base}/{_require_relative(name)}", kind, content)
             with contextlib.suppress(FileExistsError, OSError):
                 partial.rename(tree)  # another submission of the same code may have been faster
         finally:
@@ -128,9 +129,9 @@ class SourceStore:
                 shutil.rmtree(each, ignore_errors=True)
         return folder
 
-    def _add_entry(self, path: Path, kind: str, content: str) -> None:
+    def _add_entry(self, path: str, kind: str, content: str) -> None:
         if kind == "link":
-            path.symlink_to(content)
+            os.symlink(content, path)
             return
         file = self._get_file(content)
         if kind == "file":
@@ -140,16 +141,16 @@ class SourceStore:
             except OSError:  # too many links to an empty file, or a file system without any
                 pass
         shutil.copyfile(file, path)
-        path.chmod(0o555 if kind == "program" else 0o444)
+        os.chmod(path, 0o555 if kind == "program" else 0o444)
 
-    def _get_file(self, digest: str) -> Path:
+    def _get_file(self, digest: str) -> str:
         digest = _require_hex(digest)
-        return self.folder / "files" / digest[:2] / digest[2:]
+        return f"{self.folder}/files/{digest[:2]}/{digest[2:]}"
 
     def _has_file(self, digest: str, size: int) -> bool:
         file = self._get_file(digest)
         with contextlib.suppress(OSError):
-            status = file.stat()
+            status = os.stat(file)
             if status.st_nlink == 1:
                 os.utime(file)  # it is in no tree, and is about to be
             return status.st_size == size
