@@ -6,7 +6,7 @@
     python scripts/run_matrix.py --any-torch py310-torch2.4
 
 A cell is an environment outside of the checkout, which is removed afterwards. Packages come from
-where pip is configured to look; versions of Python are those that uv finds on this machine.
+where pip is configured to look, versions of Python from the PATH or from pyenv.
 
 torch has to be a build for the CPU. With --any-torch a build for CUDA is taken where there is no
 other (0.5 to 0.9 GB). The gigabytes of NVIDIA's libraries, which a training on a CPU never calls,
@@ -22,6 +22,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -116,9 +117,11 @@ def try_cell(cell: Cell, any_torch: bool) -> dict[str, object]:
 def make_environment(cell: Cell, python: Path, any_torch: bool) -> None:
     """Make the environment of a cell; raises CannotTry if something is not to be had."""
     uv = [str(ROOT / ".venv/bin/uv"), "--no-python-downloads", "--quiet"]
-    made = run([*uv, "venv", "--seed", "--python", cell.python, str(python.parents[1])])
+    made = run(
+        [*uv, "venv", "--seed", "--python", find_python(cell.python), str(python.parents[1])]
+    )
     if made.returncode:
-        raise CannotTry(f"no Python {cell.python} here")
+        raise CannotTry(f"no environment: {last_line(made.stderr)}")
     install_torch(cell, python, any_torch)
     tools = [pin for pin in read_constraints() if re.split("==", pin)[0] in TOOLS]
     pins = python.parent / "pins.txt"
@@ -133,6 +136,16 @@ def make_environment(cell: Cell, python: Path, any_torch: bool) -> None:
     )
     if done.returncode:
         raise CannotTry(f"not installed: {last_line(done.stderr)}")
+
+
+def find_python(version: str) -> str:
+    """Return a Python of this version: of the PATH, or of pyenv, whose shims may not answer."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    found = [shutil.which(f"python{version}"), *pyenv.glob(f"versions/{version}.*/bin/python")]
+    for each in filter(None, found):
+        if run([str(each), "-c", "import venv"]).returncode == 0:
+            return str(each)
+    raise CannotTry(f"no Python {version} here")
 
 
 def read_constraints() -> list[str]:

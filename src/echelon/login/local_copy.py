@@ -134,7 +134,10 @@ class LocalCopy:
     def _get_path(self, name: str) -> Path:
         """Return the path of a file here. A login node may write nothing but a run's own files."""
         parts = Path(name).parts
-        if not parts or name.startswith(("/", ".")) or ".." in parts:
+        # Of which login node it is, and by which ssh, is for this machine to say.
+        own = (self.run.origin_file, self.run.start_file, self.run.annotations_file)
+        is_own = name in [file.name for file in own]
+        if not parts or name.startswith(("/", ".")) or ".." in parts or is_own:
             raise self._make_name_error(name)
         return self.run.folder / name
 

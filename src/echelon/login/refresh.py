@@ -15,6 +15,7 @@ from echelon.login.connection import LoginConnection, LoginTarget, open_connecti
 from echelon.login.local_copy import LocalCopy
 from echelon.runs.origin import list_changing_copies, read_origin
 from echelon.runs.run_folder import Run
+from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.text import format_time_ago
 
 LIST_LIMIT_S = 20.0
@@ -34,9 +35,10 @@ def refresh_runs(
         try:
             with open_connection(target, limit_s, asks_questions=False) as connection:
                 refresh_copies(connection, copies, with_logs)
-        except EchelonError as error:
-            _mark_unreachable(copies, error)
-            print(f"warning: {_describe_age(copies)}: {error}", file=sys.stderr, flush=True)
+        except (EchelonError, OSError) as error:
+            reason = _describe_error(error)
+            _mark_unreachable(copies, reason)
+            print(f"warning: {_describe_age(copies)}: {reason}", file=sys.stderr, flush=True)
 
 
 def refresh_copies(
@@ -66,10 +68,19 @@ def _group_by_target(runs: Sequence[Run]) -> list[tuple[LoginTarget, list[LocalC
     return list(groups.items())
 
 
-def _mark_unreachable(copies: Sequence[LocalCopy], error: EchelonError) -> None:
+def _describe_error(error: EchelonError | OSError) -> str:
+    """Return what kept copies from being brought up to date: the node, or the disk of this
+    machine."""
+    if isinstance(error, EchelonError):
+        return error.faults[0].what
+    where = f" ({error.filename})" if error.filename else ""
+    return f"what came cannot be written here{where}: {format_os_error_reason(error)}"
+
+
+def _mark_unreachable(copies: Sequence[LocalCopy], reason: str) -> None:
     for copy in copies:
         with contextlib.suppress(OSError):
-            copy.save(unreachable=error.faults[0].what)
+            copy.save(unreachable=reason)
 
 
 def _describe_age(copies: Sequence[LocalCopy]) -> str:
@@ -146,16 +157,16 @@ class Follower:
                         print(f"{target.host} answers again", file=sys.stderr, flush=True)
                     failures = 0
                     self._receive(connection, target, copies)
-            except EchelonError as error:
+            except (EchelonError, OSError) as error:
                 if self._stopping.is_set():
                     return
                 if time.monotonic() - began > _RETRY_S[-1]:
                     failures = 0
-                _mark_unreachable(copies, error)
+                reason = _describe_error(error)
+                _mark_unreachable(copies, reason)
                 self._first_answer.set()
                 if self._tells and failures == 0:
-                    what = error.faults[0].what
-                    print(f"warning: {what}; trying again", file=sys.stderr, flush=True)
+                    print(f"warning: {reason}; trying again", file=sys.stderr, flush=True)
                 self._stopping.wait(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
                 failures += 1
             finally:

@@ -19,7 +19,7 @@ import secrets
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,6 +35,7 @@ from echelon.login.connection import (
     LoginLostError,
     LoginTarget,
     open_connection,
+    raise_faults,
 )
 from echelon.login.host.source_store import RUNS_FOLDER, STATE_FOLDER
 from echelon.login.local_copy import create_copy, require_free_or_copy
@@ -78,8 +79,16 @@ class LoginSubmission:
 
     @property
     def needs_echelon(self) -> bool:
-        """Whether jobs run Echelon. Programs that srun itself starts need not even have torch."""
-        return bool(self.extra or self.call) or not all(map(is_started_by_srun, self.configs))
+        """Whether jobs run Echelon with the Python of the cluster. Programs that srun itself starts
+        need not even have torch, and containers have a Python of their own."""
+        plain = [config for config in self.configs if not config.launch.container]
+        if not plain:
+            return False
+        return bool(self.extra or self.call) or not all(map(is_started_by_srun, plain))
+
+    def keep_only(self, names: Collection[str]) -> LoginSubmission:
+        """Return the submission of the runs with these names."""
+        return replace(self, configs=[c for c in self.configs if str(c.run.name) in names])
 
     @classmethod
     def from_configs(cls, configs: Sequence[Config]) -> LoginSubmission:
@@ -278,11 +287,16 @@ def carry_out(
                     "an earlier command, which did not come to its end, had submitted this",
                     file=sys.stderr,
                 )
+            submission = submission.keep_only([str(run["name"]) for run in result["runs"]])
             _adopt(connection, submission, result)
             is_open = False
     finally:
         if not is_open:
             note.remove()
+    if refused := result.get("refused"):
+        _print_result(submission, result, sys.stdout)
+        print("Slurm has not taken the other runs:", file=sys.stderr, flush=True)
+        raise_faults(submission.target.host, refused)
     return submission, result
 
 
@@ -363,7 +377,7 @@ def prepare_jobs(
             "setup": launch.setup,
             "requirements": list_requirements(submission.extra) if submission.needs_echelon else [],
             "modules": list_required_modules(submission.extra) if submission.needs_echelon else [],
-            "environment": submission.uses_environment,
+            "environment": submission.uses_environment and not launch.container,
         }
     )
     while True:

@@ -113,8 +113,14 @@ def _list_preloaded_modules(config: Config) -> tuple[str, ...]:
     """Return what is imported once, and not by every worker."""
     if config.program:
         return ()
-    uses_dynamo = config.trainer.compile or config.replica.kind == "fsdp"
-    return (*_PRELOADED_MODULES, "torch._dynamo") if uses_dynamo else _PRELOADED_MODULES
+    return (*_PRELOADED_MODULES, "torch._dynamo") if uses_dynamo(config) else _PRELOADED_MODULES
+
+
+def uses_dynamo(config: Config) -> bool:
+    """Return whether torch._dynamo itself is needed: torch's FSDP and recomputation ask for more
+    of it than `utils/deferred_dynamo.py` stands in for."""
+    replica = config.replica
+    return config.trainer.compile or replica.kind == "fsdp" or replica.checkpoint
 
 
 class _NodeService:

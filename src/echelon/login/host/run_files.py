@@ -24,7 +24,7 @@ _FOLDERS = ("logs", "media", "leases")
 _LARGEST_SMALL_FILE = 16 << 20
 """A larger file at the top of a run's folder is not one of Echelon's records."""
 _NOT_SENT = {
-    *("config.json", "start.json", "annotations.json", "archived", "words"),
+    *("config.json", "start.json", "annotations.json", "archived", "words", "origin.json"),
     *("sweep.json", "sweep.yml", "workers.sh"),
 }
 """What the copy has of its own: the settings and the command as they were typed, notes and tags; of

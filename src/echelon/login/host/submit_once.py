@@ -49,7 +49,8 @@ class OnceOnly(Protocol):
 
     def carry_out(self, store: SourceStore, files: SubmissionFiles) -> dict[str, Any]:
         """Submit it, or find out that an earlier process did before it was killed; returns
-        `{runs: …}`, or `{faults, exit}` with nothing queued and nothing left."""
+        `{runs: …}`, or `{faults, exit}` with nothing queued and nothing left. Where Slurm has taken
+        some jobs and then refused one, `{runs: …, refused: {faults, exit}}`."""
 
 
 @dataclass(frozen=True)
@@ -79,26 +80,33 @@ class Submission:
         runs = [Run.from_config(config) for config in configs]
         had_folder = {run.folder: run.folder.exists() for run in runs}
         printed = io.StringIO()
+        queued: list[Sequence[Config]] = []
         try:
             tree = store.get_tree(self.digest)
             environment = self.make_environment(tree)
             os.chdir(tree)
-            unsubmitted = [group for group in groups if not _take_over_earlier_job(group, files)]
+            queued += [group for group in groups if _take_over_earlier_job(group, files)]
+            unsubmitted = [group for group in groups if group not in queued]
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
                 left = [complete_array_configs(group) for group in unsubmitted]
                 for group in left:
                     _check(group, is_new=environment is not None)
                 for run in runs if left else ():
                     store.point_code_link(run.name, tree)
-                if left:
+                if left and not files.begun.exists():  # its time says which jobs are of this id
                     files.begun.touch()
                 if left and self.call is not None:
                     runs[0].folder.mkdir(parents=True)
                     write_json_atomically(runs[0].call_file, dict(self.call), names_code=True)
                 for group in left:
                     _start(group, environment)
+                    queued.append(group)
         except (EchelonError, OSError) as error:
             _remove_unsubmitted(runs, had_folder, store)
+            if queued:
+                there = [Run.from_config(config) for group in queued for config in group]
+                refused = {"refused": describe_error(error)}
+                return _describe_result(there, printed.getvalue()) | refused
             return describe_error(error)
         return _describe_result(runs, printed.getvalue())
 
