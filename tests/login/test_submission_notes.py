@@ -117,3 +117,19 @@ def test_the_same_words_typed_twice_at_once_are_two_submissions(tmp_path: Path) 
     first.file.write_text(json.dumps(text))
     assert SubmissionNote(submission, None).id == first_id
     assert SubmissionNote(submission, "named").id is None
+
+
+def test_what_a_killed_writer_has_left_goes(tmp_path: Path) -> None:
+    config = Config(
+        launch=LaunchConfig(kind="slurm", login="node"), run=RunConfig("a", str(tmp_path / "runs"))
+    )
+    submission = LoginSubmission.from_configs([config])
+    note = SubmissionNote(submission, "a")
+    note.write(submission)
+    begun = note.file.with_name(f".{note.file.stem}.12345678.json")
+    data = json.loads(note.file.read_text())
+    begun.write_text(json.dumps(data))
+    other = begun.with_name(".other.12345678.json")
+    other.write_text(json.dumps(data | {"process": data["process"] | {"born": -1}}))
+    note.remove()
+    assert [file.name for file in begun.parent.iterdir()] == [begun.name], "its writer is alive"

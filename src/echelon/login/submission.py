@@ -55,6 +55,8 @@ from echelon.utils.files import read_json_object, write_json_atomically
 from echelon.utils.text import format_count
 
 _NOTE_KEPT_S = 86400.0
+_WRITING_S = 10.0
+"""Longer than it takes to write a note."""
 
 
 @dataclass(frozen=True)
@@ -206,8 +208,21 @@ class SubmissionNote:
     def remove(self) -> None:
         """Remove it: the submission has come to its end, or never began."""
         self.file.unlink(missing_ok=True)
+        _remove_unfinished(self.file.parent)
         with contextlib.suppress(OSError):
             self.file.parent.rmdir()
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what commands have left that were killed before their note had its name: they had
+    submitted nothing."""
+    for file in folder.glob(".*.json"):
+        note = read_json_object(file)
+        with contextlib.suppress(OSError, KeyError):
+            age_s = time.time() - file.stat().st_mtime
+            is_over = age_s > _WRITING_S if note is None else is_alive(note["process"]) is False
+            if is_over:
+                file.unlink()
 
 
 # --- the steps ---
@@ -320,7 +335,8 @@ def adopt_interrupted(root: Path) -> None:
 
     Where nothing was submitted, the note stays for a day: the command may be typed again.
     """
-    for file in sorted((root / NOTES_FOLDER).glob("*.json")):
+    _remove_unfinished(root / NOTES_FOLDER)
+    for file in sorted((root / NOTES_FOLDER).glob("[!.]*.json")):
         note = read_json_object(file) or {}
         with contextlib.suppress(KeyError, TypeError, OSError):
             if is_alive(note["process"]):
