@@ -9,7 +9,7 @@ SEED    := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 endif
 PYTEST  := $(PY) -m pytest --randomly-seed=$(SEED)
 
-.PHONY: demo test test-here test-cluster check lint bench bench-gpu test-gpu campaigns cluster cluster-down wheel matrix completion-words wheel-tags clean help
+.PHONY: docs demo test test-here test-cluster check test-quick lint bench bench-gpu test-gpu campaigns cluster cluster-down wheel matrix completion-words wheel-tags clean help
 
 help:           ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
@@ -18,23 +18,29 @@ demo:           ## train a toy on two processes and look at it
 	@scripts/demo.sh
 
 test: $(READY)  ## everything that runs on a CPU
-	@$(MAKE) --no-print-directory -j2 --output-sync=target SEED=$(SEED) test-here test-cluster
+	@$(MAKE) --no-print-directory -j3 --output-sync=target SEED=$(SEED) lint test-here test-cluster
 
-# Side by side, since both wait as well as compute. One pytest for quick and slow tests: each of its
+# Side by side, since all wait as well as compute. One pytest for quick and slow tests: each of its
 # processes takes seconds to import and to collect all of them.
-test-here: lint
+test-here: $(READY)
 	$(PYTEST) tests --ignore=tests/cluster -n 3 --dist worksteal -m $(CPU) < /dev/null
 
 test-cluster: $(READY)
 	$(PYTEST) tests/cluster -n 4 --dist loadgroup -m $(CPU) < /dev/null
 
-check: lint     ## lint, types, unit tests: two to three minutes on two cores
+check: $(READY) ## lint, types, unit tests: about a minute on two cores
+	@$(MAKE) --no-print-directory -j2 --output-sync=target SEED=$(SEED) lint test-quick
+
+test-quick: $(READY)
 	$(PYTEST) tests -n auto --dist worksteal -m "not slow and not gpu and not campaign" < /dev/null
 
 lint: $(READY)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+
+docs: $(READY)  ## build the documentation into build/site; open build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --clean
 
 test-gpu:       ## the tests that need an NVIDIA GPU, with this machine's own Python and torch
 	python3 -c 'import xdist' 2>/dev/null && beside='-n 6 --dist loadgroup'; \

@@ -37,7 +37,7 @@ from common import HERE, Figure, Result, make_figure, proportional_megabytes
 sys.path.append(str(HERE.parent / "tests" / "helpers"))
 from board_server import run_board
 
-ROUNDS, PEER_ROUNDS = 5, 2
+ROUNDS, PEER_ROUNDS = 5, 1
 RUNS = 10_000
 CURVES, LINES = 50, 1_000_000
 TRAININGS = 100

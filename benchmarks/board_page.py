@@ -25,7 +25,7 @@ sys.path.append(str(HERE.parent / "tests" / "helpers"))
 from browser import start_browser
 
 WINDOW = (1600, 1000)
-LIMIT_S = 120.0
+LIMIT_S = 60.0
 WATCH = """
 (() => {
   const isShown = () => { %s };

@@ -78,6 +78,7 @@ def run_rank(port: int, rounds: int, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from echelon.config.schema import ReplicaConfig
     from echelon.parallel.process_group import RankGroup
     from echelon.train.memory_copies import ShardCopies
     from echelon.world.detect import detect
@@ -91,7 +92,7 @@ def run_rank(port: int, rounds: int, rank: int) -> None:
     state = [torch.rand(4 << 20) for _ in range(STATE_BYTES >> 24)]
     inputs, weights = torch.rand(512, 512), torch.rand(512, 512)
     gradients = torch.zeros(1 << 20)
-    copies = ShardCopies(group)
+    copies = ShardCopies(group, ReplicaConfig(kind="fsdp"))
     copies.begin_round(group)
     steps, keeping_s = 0, 0.0
     flags: Any = gradients[:2]

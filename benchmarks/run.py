@@ -56,6 +56,7 @@ TITLES = {
     "environments": "Building an environment",
     "on_slurm": "On a Slurm cluster of several hosts",
     "submitting": "From typing to a job in the queue",
+    "login_submitting": "From Enter on a laptop to a job in the queue",
     "sweeping": "What a sweep costs, and what early stopping saves",
     "large_runs": "Looking at what has become large",
     "board": "The board in a browser",
@@ -66,13 +67,14 @@ TITLES = {
     "gpu_feeding": "A training on one NVIDIA GPU, fed from tar shards",
     "gpu_models": "Models of the middle size on one NVIDIA GPU",
     "gpu_models_compiled": "The same, compiled",
+    "gpu_snapshots": "Saving a state of 16 GB on one NVIDIA GPU",
     "transformer": "A transformer on one NVIDIA GPU",
 }
 NEED_GPU = (
     *("gpu", "gpu_own_steps", "gpu_recommender", "gpu_feeding"),
-    *("gpu_models", "gpu_models_compiled", "transformer"),
+    *("gpu_models", "gpu_models_compiled", "gpu_snapshots", "transformer"),
 )
-NEED_CLUSTER = ("on_slurm", "submitting")
+NEED_CLUSTER = ("on_slurm", "submitting", "login_submitting")
 HAVE_CLUSTER = os.geteuid() == 0 or "SLURM_CONF" in os.environ
 ON_CPU = [n for n in TITLES if n not in NEED_GPU and (n not in NEED_CLUSTER or HAVE_CLUSTER)]
 

@@ -195,12 +195,13 @@ def _marks(layout: Layout) -> tuple[str, str]:
 
 
 def _write_names(layout: Layout) -> None:
-    _forget_names(layout)
     begin, end = _marks(layout)
     lines = "".join(f"{layout.address(host)} {host}\n" for host in layout.hosts)
-    text = HOSTS.read_text()
-    newline = "" if text.endswith("\n") or not text else "\n"
-    HOSTS.write_text(text + newline + begin + lines + end)  # in place: often a bind mount
+    if begin + lines + end not in HOSTS.read_text():
+        _forget_names(layout)
+        text = HOSTS.read_text()
+        newline = "" if text.endswith("\n") or not text else "\n"
+        _replace_text(text, text + newline + begin + lines + end)
     for host in layout.hosts:
         found = socket.gethostbyname(host)
         if found != layout.address(host):
@@ -211,8 +212,21 @@ def _forget_names(layout: Layout) -> None:
     begin, end = map(re.escape, _marks(layout))
     text = HOSTS.read_text()
     without = re.sub(f"{begin}.*?{end}", "", text, flags=re.DOTALL)
-    if without != text:
-        HOSTS.write_text(without)
+    _replace_text(text, without)
+
+
+def _replace_text(old: str, new: str) -> None:
+    """Change /etc/hosts in place, as it is often a bind mount. Other clusters look up their names
+    meanwhile: the file is never empty, and what stays is not written again."""
+    if new == old:
+        return
+    before, after = old.encode(), new.encode()
+    pairs = enumerate(zip(before, after, strict=False))
+    same = next((at for at, (a, b) in pairs if a != b), min(len(before), len(after)))
+    with HOSTS.open("r+b", buffering=0) as file:
+        file.seek(same)
+        file.write(after[same:])
+        file.truncate()
 
 
 def can_talk(layout: Layout, here: str, there: str, port: int) -> bool:

@@ -40,6 +40,7 @@ def _run_with_closed(closed: str, folder: Path, *words: str) -> CommandResult:
 
 @pytest.mark.parametrize("closed", CLOSED)
 @pytest.mark.parametrize("command", ["runs", "gpus"])
+@pytest.mark.slow
 def test_a_command_prints_on_the_other_streams(command: str, closed: str, tmp_path: Path) -> None:
     as_always = command_runner.run([*ECHELON, command], tmp_path)
     ended = _run_with_closed(closed, tmp_path, *ECHELON, command)

@@ -135,7 +135,7 @@ def test_what_a_function_may_not_return(
     monkeypatch.delitem(sys.modules, "work", raising=False)
     run = Run(here / "runs" / "a")
     run.folder.mkdir(parents=True)
-    write_call(run, f"work.py:{function}", [], {})
+    write_call(run, {"function": f"work.py:{function}", "args": [], "kwargs": {}})
     assert call_function_of_run(run) == ExitCode.FAILED
     monkeypatch.delitem(sys.modules, "work", raising=False)
     assert problem in json.loads(run.result_file.read_text())["error"]
@@ -147,6 +147,6 @@ def test_what_a_function_may_not_return(
 def test_a_function_that_ends_its_process_has_no_result(here: Path) -> None:
     run = Run(here / "runs" / "a")
     run.folder.mkdir(parents=True)
-    write_call(run, "work.py:leave", [], {})
+    write_call(run, {"function": "work.py:leave", "args": [], "kwargs": {}})
     run.update_status(state="finished", launcher="local")
     assert "run a: its function ended the process" in told(Job(run).result)

@@ -49,7 +49,13 @@ def train(
     trial = read_wandb_trial(os.environ)
     # `wandb agent` would take the end of a submission for the end of the trial.
     waits = wait or trial is not None
-    return start_run(compose_config(overrides, experiment, trial=trial), dry_run, as_json, waits)
+    config = None
+    if not dry_run and trial is None and experiment is None:
+        config = _compose_by_login(overrides)
+    elif not dry_run:
+        _begin_connection(overrides)
+    config = config or compose_config(overrides, experiment, trial=trial)
+    return start_run(config, dry_run, as_json, waits)
 
 
 def train_multirun(
@@ -66,6 +72,8 @@ def train_multirun(
     from echelon.config.multirun import expand_multirun
     from echelon.launch.registry import make_launcher
 
+    if not dry_run:
+        _begin_connection(overrides)
     rest, named_experiment = extract_user_experiment(overrides)
     experiment = named_experiment or experiment
     conf_dir = _find_conf_folder(experiment) if experiment else None
@@ -108,6 +116,8 @@ def launch_program(
         raise EchelonError(
             Fault("no program is given", "echelon run launch=local launch.procs=2 -- python FILE")
         )
+    if not dry_run:
+        _begin_connection(overrides)
     config = compose(overrides, program=program, defaults=load_project_defaults())
     config = place_beside_submitted_run(config, os.environ)
     return start_run(config, dry_run, as_json, wait)
@@ -260,6 +270,43 @@ def compose_config(
     if trial is None or not make_launcher(config).applies_trial:
         return config
     return apply_trial(config, trial, experiment)
+
+
+def _begin_connection(overrides: Sequence[str]) -> None:
+    """Begin the connection to the login node, if these words name one: it takes as long as the
+    configuration does."""
+    defaults = load_project_defaults()
+    if _may_log_in(overrides, defaults):
+        from echelon.login.early import begin_connection
+
+        begin_connection(overrides, defaults)
+
+
+def _may_log_in(overrides: Sequence[str], defaults: FileDefaults) -> bool:
+    """Return whether a login node is named at all; most commands name none."""
+    key = "launch.login"
+    return key in defaults.launch or any(word.startswith(f"{key}=") for word in overrides)
+
+
+def _compose_by_login(overrides: Sequence[str]) -> Config | None:
+    """Return the configuration of a run that is submitted by a login node; None if these words name
+    none. To submit what was submitted before, neither Hydra nor torch is imported."""
+    defaults = load_project_defaults()
+    if not _may_log_in(overrides, defaults):
+        return None
+    from echelon.login.composition_cache import CompositionCache
+    from echelon.login.early import begin_connection, find_probable_login
+
+    if find_probable_login(overrides, defaults) is None:
+        return None
+    begin_connection(overrides, defaults)
+    cache = CompositionCache(overrides, defaults, os.environ)
+    if (known := cache.read()) is not None:
+        return known
+    cache.watch()
+    config = compose_config(overrides)
+    cache.write(config)
+    return config
 
 
 def load_project_defaults(*folders: Path) -> FileDefaults:

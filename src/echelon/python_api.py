@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,6 @@ from echelon.entrypoint import load_project_defaults
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.jobs.cancel import cancel_runs
 from echelon.launch.slurm.batch_script import count_processes_per_node
-from echelon.login.remote_commands import refuse_login
 from echelon.runs.create import create_run, generate_run_name
 from echelon.runs.process_record import identify_process, make_starting_status
 from echelon.runs.run_folder import Run
@@ -77,12 +78,13 @@ class Job:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         pause_s = _FIRST_POLL_S
-        while (status := self._read_status()).is_active:
-            left_s = None if deadline is None else deadline - time.monotonic()
-            if left_s is not None and left_s <= 0:
-                raise TimeoutError(f"run {self.run} is {status.state} after {timeout_s} s")
-            time.sleep(pause_s if left_s is None else min(pause_s, left_s))
-            pause_s = min(2 * pause_s, _LAST_POLL_S)
+        with self._following():
+            while (status := self._read_known_status()).is_active:
+                left_s = None if deadline is None else deadline - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    raise TimeoutError(f"run {self.run} is {status.state} after {timeout_s} s")
+                time.sleep(pause_s if left_s is None else min(pause_s, left_s))
+                pause_s = min(2 * pause_s, _LAST_POLL_S)
         return int(status.exit or ExitCode.OK)
 
     def result(self, timeout_s: float | None = None) -> Any:
@@ -92,6 +94,8 @@ class Job:
         with the exception of the function and the end of the log.
         """
         code = self.wait(timeout_s)
+        if self._is_elsewhere:  # the logs, which a follower that has seen the end may lack
+            self._refresh(with_logs=True)
         is_call = self._run.call_file.exists()
         outcome = (read_json_object(self._run.result_file) or {}) if is_call else {}
         if code == ExitCode.OK and "result" in outcome:
@@ -103,15 +107,43 @@ class Job:
 
     def cancel(self, now: bool = False) -> None:
         """Ask the job to save and end, as `echelon cancel` does; with `now` it is killed."""
-        cancel_runs([self._run], now)
+        if self._is_elsewhere:
+            from echelon.login.remote_commands import run_there
+
+            run_there([self._run], lambda there: ["cancel", *["--now"] * now, *there])
+        else:
+            cancel_runs([self._run], now)
 
     def logs(self) -> str:
         """Return what the job has printed so far: its batch script, and its process of rank 0."""
+        self._refresh(with_logs=True)
         of_agent = self._run.get_node_log_file(0)  # it repeats what rank 0 prints
         of_rank_0 = of_agent if of_agent.exists() else self._run.get_rank_log_file(0)
         return _read_log(self._run.job_log_file) + _read_log(of_rank_0)
 
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether the run is on a cluster that is reached by `launch.login`."""
+        return self._run.origin_file.exists()
+
+    def _refresh(self, with_logs: bool = False) -> None:
+        if self._is_elsewhere:
+            from echelon.login.refresh import refresh_runs
+
+            refresh_runs([self._run], with_logs)
+
+    def _following(self) -> AbstractContextManager[None]:
+        if not self._is_elsewhere:
+            return nullcontext()
+        from echelon.login.refresh import following
+
+        return following([self._run])
+
     def _read_status(self) -> RunStatus:
+        self._refresh()
+        return self._read_known_status()
+
+    def _read_known_status(self) -> RunStatus:
         if self._process is not None:
             self._process.poll()  # takes its exit code, so that the kernel forgets the process
         return read_run_status(self._run)
@@ -164,7 +196,8 @@ def submit(
     name       The name of the run. A name in use gets a number: job.run says which.
     source     The folder that is copied, and in a copy of which the job runs.
     env        Where the environment of a command is kept: "cache", "source" or "none". A function
-               runs in the interpreter of this program.
+               runs in the interpreter of this program; with login=HOST in the environment that the
+               source asks for there.
     links      Paths in `source` to link to instead of copying them, such as data.
     requeue    Whether the job is queued again when its time is over, because it can resume.
     overrides  More settings, such as ["mode=srun", "run.dir=/scratch/runs"].
@@ -182,12 +215,18 @@ def submit(
         requeue=requeue,
         commands=tuple(parse_commands(text, _CALLER)),
     )
+    call = {"function": function, "args": list(args), "kwargs": dict(kwargs or {})}
     submission = _plan(request, function)
+    if submission.configs[0].launch.login is not None:
+        from echelon.login.command_submission import submit_one_by_login
+
+        request = replace(request, env=env)  # the interpreter of this program is not there
+        return Job(submit_one_by_login(submission, request, call if function else None))
     submission = prepare_submission(submission, os.environ)
     [config] = submission.configs
     run = Run.from_config(config)
     if function:
-        call_function.write_call(run, function, list(args), dict(kwargs or {}))
+        call_function.write_call(run, call)
     if submission.launcher_kind == "slurm":
         for _ in enqueue_jobs(submission.build_jobs()):
             pass
@@ -234,12 +273,8 @@ def _plan(request: SubmitRequest, function: str) -> Submission:
         )
     defaults = load_project_defaults(request.source or Path())
     submission = plan_submission(request, defaults, os.environ)
-    refuse_login(
-        submission.configs[0].launch.login,
-        f"{_CALLER} does not submit from another machine yet",
-        "call it on the login node, or type `echelon submit` or `echelon run` here",
-    )
-    require_prerequisites(submission, os.environ)
+    if submission.configs[0].launch.login is None:
+        require_prerequisites(submission, os.environ)
     file = function.rpartition(":")[0]
     if file.endswith(".py") and not submission.source.contains(os.path.normpath(file)):
         raise _make_usage_error(

@@ -83,6 +83,7 @@ def test_runs_of_others_are_left_alone(root: Path) -> None:
         assert post(board, action, "0:a", confirm=True).status == 403
 
 
+@pytest.mark.slow
 def test_the_plan_is_a_dry_run_of_the_command(root: Path) -> None:
     run = make_run(root, "a", lines(), {"epochs": 4}, lr=0.5)
     board = Board([root], can_act=True)

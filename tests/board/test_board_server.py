@@ -386,6 +386,7 @@ def test_another_address_is_warned_of(tmp_path: Path) -> None:
     assert "act on them" in said
 
 
+@pytest.mark.slow
 def test_the_start_imports_nothing_slow(tmp_path: Path) -> None:
     import subprocess
     import sys

@@ -122,6 +122,7 @@ def test_a_short_run_has_no_file(tmp_path: Path) -> None:
     assert not find_file(run).exists()
 
 
+@pytest.mark.slow
 def test_another_process_finds_what_was_kept(tmp_path: Path) -> None:
     run = make_long_run(tmp_path)
     assert build_curves(run) == ""
@@ -267,6 +268,7 @@ def empty(file: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [damage_tail, damage_head, damage_end, damage_everything, empty, Path.unlink]
 )
+@pytest.mark.slow
 def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: Any) -> None:
     run = make_long_run(tmp_path)
     keep(run)
@@ -311,6 +313,7 @@ def test_a_damaged_file_in_use_is_made_anew_by_the_next_questions(tmp_path: Path
 # --- places ---
 
 
+@pytest.mark.slow
 def test_no_place_at_all_costs_no_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_long_run(tmp_path)
     run.curves_folder.write_text("no folder")
@@ -438,6 +441,7 @@ def _build(folder: str, barrier: Any) -> None:
     assert build_curves(Run(Path(folder))) == ""
 
 
+@pytest.mark.slow
 def test_processes_that_build_at_once_make_one_sound_file(tmp_path: Path) -> None:
     run = make_long_run(tmp_path, 60_000)
     context = multiprocessing.get_context("fork")
@@ -451,6 +455,7 @@ def test_processes_that_build_at_once_make_one_sound_file(tmp_path: Path) -> Non
     assert list_points(open_again(run)) == list_logged(run)
 
 
+@pytest.mark.slow
 def test_two_that_follow_one_file_take_over_from_each_other(tmp_path: Path) -> None:
     run = make_long_run(tmp_path)
     first = keep(run)
@@ -482,6 +487,7 @@ def test_a_writer_that_another_one_keeps_out_leaves_it_to_that_one(tmp_path: Pat
 # --- many of them ---
 
 
+@pytest.mark.slow
 def test_thousands_of_metrics_in_one_run(tmp_path: Path) -> None:
     names = [f"layer/{n}/weight.norm" for n in range(3000)]
     run = make_run(tmp_path, "a", [{"step": n, **dict.fromkeys(names, n / 3)} for n in range(20)])

@@ -185,6 +185,7 @@ def make_reader(run: Run, dice: random.Random) -> CurvePyramid:
     return pyramid
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(STEP_KINDS),
@@ -220,6 +221,7 @@ def test_what_is_drawn_is_what_was_logged(
             check_curve(drawn, points, from_x, to_x, width)
 
 
+@pytest.mark.slow
 def test_the_mean_of_a_pixel_is_that_of_all_its_points(tmp_path: Path) -> None:
     values = [math.sin(n) + (n > 8000) for n in range(20_000)]
     found = [{"step": n, "loss": v} for n, v in enumerate(values)]
@@ -257,6 +259,7 @@ def test_a_metric_that_no_line_has_has_no_points(tmp_path: Path) -> None:
 @pytest.mark.parametrize("axis", ["step", "samples", "epoch", "time"])
 @pytest.mark.parametrize("has_history", [True, False])
 @pytest.mark.parametrize("count", [60, 20_000])
+@pytest.mark.slow
 def test_an_axis_means_what_it_means_in_a_plot(
     tmp_path: Path, axis: str, has_history: bool, count: int
 ) -> None:
@@ -276,6 +279,7 @@ def test_an_axis_means_what_it_means_in_a_plot(
         assert drawn.x.tolist() == pytest.approx(expected, abs=slack)
 
 
+@pytest.mark.slow
 def test_a_narrow_window_of_a_long_run_has_exact_places(tmp_path: Path) -> None:
     """Of a long run 4096 places are looked at, or as many of the part that is shown."""
     dice = random.Random(1)
@@ -398,6 +402,7 @@ def test_widths_are_bounded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a/b/../c", "x" * 10_000, "ü\u2028\0", "", "../../etc", "a\nb"])
+@pytest.mark.slow
 def test_names_of_metrics_are_values_and_no_paths(
     tmp_path: Path, name: str, request: pytest.FixtureRequest
 ) -> None:

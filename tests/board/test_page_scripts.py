@@ -48,6 +48,7 @@ def make_rows(count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("count", [0, 1, 9000])
+@pytest.mark.slow
 def test_rows_that_arrive_in_pieces_are_those_of_the_whole_answer(
     count: int, tmp_path: Path
 ) -> None:

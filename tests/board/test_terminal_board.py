@@ -161,6 +161,7 @@ def test_filters_and_orders_of_the_terminal_meet_the_cases(tmp_path: Path) -> No
             assert [row["name"] for row in found] == case["names"], case
 
 
+@pytest.mark.slow
 def test_ten_thousand_rows_are_drawn_where_they_are_in_sight(tmp_path: Path) -> None:
     run = make_run(tmp_path, "run-0", lines())
     row = json.loads(read_row_text(str(run.folder)).render(0, b""))
@@ -222,6 +223,7 @@ def test_notes_and_tags_are_written_into_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [(12, 4), (40, 12), (80, 24), (220, 60)])
+@pytest.mark.slow
 def test_every_size_of_a_terminal_can_be_used(tmp_path: Path, size: tuple[int, int]) -> None:
     make_some_runs(tmp_path)
 
@@ -335,6 +337,7 @@ def test_a_run_is_shown_as_echelon_show_prints_it(
     use_board(tmp_path, use)
 
 
+@pytest.mark.slow
 def test_logs_are_searched_followed_and_chosen_by_rank(tmp_path: Path) -> None:
     run = make_run(tmp_path, "run-0", lines())
     for rank in (0, 1):

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import slurm_cluster
 from command_line import CommandLine, open_command_line
+from node_worlds import LONG, run_undisturbed
 from slurm_cluster import ClusterSlot, TestCluster
+
+from echelon.runs.run_folder import Run
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +56,18 @@ def command_line(cluster: TestCluster, tmp_path: Path) -> Iterator[CommandLine]:
     """A place to type commands at."""
     with open_command_line(cluster, tmp_path) as opened:
         yield opened
+
+
+@pytest.fixture(scope="session")
+def clean_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The numbers of `node_worlds.SETTINGS` when nothing happens."""
+    return run_undisturbed(tmp_path_factory.mktemp("clean"))
+
+
+@pytest.fixture(scope="session")
+def long_clean_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same of more steps."""
+    return run_undisturbed(tmp_path_factory.mktemp("clean"), *LONG)
 
 
 @pytest.fixture(scope="session")

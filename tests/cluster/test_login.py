@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +15,8 @@ from command_runner import is_a_sentence_and_a_hint, until
 from laptop import Laptop, open_laptop, start_login_sshd, write_ssh_config
 from slurm_cluster import TestCluster
 from sshd import HIDE
+from wandb_server import SWEEP as SWEEP_ID
+from wandb_server import serving
 from wheels import wheel
 
 from echelon.errors import ExitCode
@@ -114,9 +118,12 @@ def test_a_run_goes_there_and_comes_back(project: Laptop) -> None:
 
 
 def test_a_running_job_is_followed_and_cancelled(project: Laptop) -> None:
+    """While its login node ends processes that are there for long, and the laptop changes networks;
+    and it gives back a node."""
     laptop = project
     words = ("train", "experiment=train.py:experiment", *laptop.words, "run.name=b")
-    done = laptop.type(*words, "seconds=0.2", "trainer.epochs=1000")
+    nodes = ("launch.nodes=2", "launch.procs=1")
+    done = laptop.type(*words, *nodes, "seconds=0.2", "trainer.epochs=1000")
     assert done.code == ExitCode.OK, done.output
     following = laptop.start("attach", "b")
     until(
@@ -127,14 +134,32 @@ def test_a_running_job_is_followed_and_cancelled(project: Laptop) -> None:
     assert is_a_sentence_and_a_hint(again.err), again.err
     stacks = laptop.type("stacks", "b")
     assert "rank 0" in stacks.out, stacks.output
+    for number in range(2):
+        until(laptop.kill_answering_processes, 60, "a process that answers", laptop.describe)
+        until(
+            lambda n=number: following.read_output().count("answers again") > n,  # type: ignore[misc]
+            120,
+            "it is started again",
+            laptop.describe,
+        )
+    scaled = laptop.type("scale", "b", "nodes=1", "--json")
+    assert scaled.code == ExitCode.OK, scaled.output
+    assert json.loads(scaled.out)["nodes"] == 1
     # The laptop changes networks: the job goes on, and so does the command.
     laptop.cluster.link(laptop.host, "down")
-    until(lambda: "trying again" in following.read_output(), 120, "a warning", laptop.describe)
+    until(
+        lambda: following.read_output().count("trying again") > 2, 120, "a warning", laptop.describe
+    )
     shown = laptop.type("jobs")
     assert "as of" in shown.out, shown.output
     assert "warning: what is shown of b" in shown.err
     laptop.cluster.link(laptop.host, "up")
-    until(lambda: "answers again" in following.read_output(), 120, "it is back", laptop.describe)
+    until(
+        lambda: following.read_output().count("answers again") > 2,
+        120,
+        "it is back",
+        laptop.describe,
+    )
     cancelled = laptop.type("cancel", "b")
     assert "was asked to save and end" in cancelled.out, cancelled.output
     ended = following.wait(300)
@@ -213,6 +238,101 @@ def test_commands_of_a_file_work_in_copies_of_their_own(project: Laptop) -> None
     refused = laptop.type(*words, "--link", "data")
     assert refused.code == ExitCode.USAGE
     assert is_a_sentence_and_a_hint(refused.err), refused.err
+
+
+SWEEP = """\
+method: grid
+metric: {name: loss, goal: minimize}
+parameters:
+  seed: {values: [1, 2]}
+  trainer.epochs: {value: 1}
+"""
+
+
+def test_a_sweep_searches_there_and_its_trials_come_back(project: Laptop) -> None:
+    laptop = project
+    pytest.importorskip("optuna")
+    (laptop.folder / "s.yml").write_text(SWEEP)
+    # A file of defaults goes with the code: workers must not log in anywhere.
+    lines = [f"  {word.partition('.')[2].replace('=', ': ', 1)}\n" for word in laptop.words[1:5]]
+    (laptop.folder / "echelon.yaml").write_text(f"launch:\n{''.join(lines)}")
+    where = ("launch=slurm", laptop.words[-1], "experiment=train.py:experiment")
+    plan = laptop.type("sweep", "s.yml", *where, "--dry-run")
+    assert plan.code == ExitCode.OK, plan.err
+    assert f"{laptop.remote}/runs/s" in plan.out
+    assert not laptop.remote.joinpath(".echelon").exists()
+    done = laptop.type("sweep", "s.yml", *where, "--parallel", "2", "--wait", "--json")
+    assert done.code == ExitCode.OK, done.output
+    told = json.loads(done.out[done.out.index("{") :])
+    assert [trial["state"] for trial in told["trials"]] == ["finished", "finished"], done.output
+    for number in (0, 1):
+        copy, there = laptop.run(f"s-{number}"), laptop.remote / "runs" / f"s-{number}"
+        for name in ("metrics.jsonl", "status.json"):
+            assert (copy.folder / name).read_bytes() == (there / name).read_bytes()
+        assert read_copy_state(copy).is_settled
+    resumed = laptop.type("resume", "s-0")
+    assert "is a trial of the sweep s on login" in resumed.err
+    # Killed once the workers are queued: the same command takes them over.
+    held = ("sweep", "s.yml", "--name", "held", *where, HOLD)
+    running = laptop.start(*held)
+    until(lambda: laptop.queue("held"), 120, "workers", laptop.describe)
+    laptop.kill(running)
+    again = laptop.type(*held)
+    assert len(laptop.queue("held")) == 1, again.output
+    shown = json.loads(laptop.type("sweep", "show", "held", "--json").out)
+    assert (shown["results"], shown["run_cap"]) == (0, 2)
+    refused = laptop.type("sweep", "s.yml", "--name", "held", *where, "trainer.batch_size=16")
+    assert "is another one" in refused.err
+    assert is_a_sentence_and_a_hint(refused.err), refused.err
+    cancelled = laptop.type("cancel", "held")
+    assert "were told to save and end" in cancelled.out, cancelled.output
+    until(lambda: not laptop.queue("held"), 120, "an empty queue", laptop.describe)
+
+
+def test_python_and_preflight_ask_by_the_login_node(project: Laptop) -> None:
+    laptop = project
+    checked = laptop.type("preflight", *laptop.words, "launch.nodes=2", "--json")
+    found = json.loads(checked.out)
+    assert len({node["host"] for node in found["nodes"]}) == 2, checked.output
+    assert {check["check"] for check in found["checks"]} >= {"start", "tcp"}
+    refused = laptop.type("preflight", *laptop.words, "launch.partition=nowhere")
+    assert refused.code != ExitCode.OK
+    assert "on login: Slurm does not take the job" in refused.err, refused.output
+    assert is_a_sentence_and_a_hint(refused.err), refused.err
+    (laptop.folder / "work.py").write_text(
+        "from scale import SCALE\n\ndef scaled(x, by):\n    return {'value': SCALE * x * by}\n"
+    )
+    settings = dict(word.removeprefix("launch.").split("=", 1) for word in laptop.words[1:5])
+    exclude = [laptop.words[-1].split("'")[1]]
+    ran = laptop.run_program(
+        sys.executable,
+        "-c",
+        "import echelon\n"
+        f"launch = {settings!r}\n"
+        "job = echelon.submit('work.py:scaled', args=[3], kwargs={'by': 2}, "
+        f"sbatch={exclude!r}, **launch)\n"
+        "print(job.result(), job.state)\n",
+    )
+    assert ran.code == ExitCode.OK, ran.output
+    assert ran.out.splitlines()[-1] == "{'value': 6.0} finished"
+
+
+def test_an_agent_of_wandb_goes_there(laptop: Laptop) -> None:
+    pytest.importorskip("wandb")
+    (laptop.folder / "trial.py").write_text("import sys\nprint('trial', *sys.argv[1:])\n")
+    (laptop.folder / "agent.txt").write_text(f"wandb agent --count 1 me/project/{SWEEP_ID}\n")
+    address = laptop.cluster.addresses[laptop.cluster.nodes[0]].rpartition(".")[0] + ".1"
+    with serving(address=address) as server:
+        secrets = laptop.folder / "secrets.env"
+        secrets.write_text(f"WANDB_API_KEY={'a' * 40}\nWANDB_BASE_URL={server.url}\n")
+        secrets.chmod(0o600)
+        server.sweep.config = "method: grid\nprogram: trial.py\nparameters: {}\n"
+        server.sweep.trials = [{"lr": 0.1}]
+        words = ("submit", "--configs", "agent.txt", "--name", "agent", *laptop.words)
+        done = laptop.type(*words, f"launch.secrets={secrets}", "--wait")
+    assert done.code == ExitCode.OK, done.output
+    assert server.sweep.handed == ["trial0"]
+    assert "trial --lr=0.1" in laptop.type("logs", "agent").out
 
 
 # --- nothing half, nothing twice ----------------------------------------------------------------
@@ -304,3 +424,15 @@ def test_what_is_wrong_there_is_a_sentence(laptop: Laptop, tmp_path: Path) -> No
     with start_login_sshd(cluster, full, 2224, prepare=small):
         write_ssh_config(cluster, other, port=2224)
         assert "No space left on device" in refused(other, f"launch.remote_dir={full}/x", python)
+    (laptop.folder / "run.py").write_text("print(1)\n")
+    (laptop.folder / "blob.bin").write_bytes(os.urandom(40 << 20))
+    larger = HIDE.replace("mount -t tmpfs", "mount -t tmpfs -o size=30m")
+    with start_login_sshd(cluster, full, 2225, prepare=larger):
+        write_ssh_config(cluster, other, port=2225)
+        program = ("run", "run.name=w", *laptop.words[:2], f"launch.ssh=ssh -F {other}")
+        there = f"launch.remote_dir={full}/x"
+        done = laptop.type(*program, there, python, "--", "python", "run.py")
+        assert "on login: sending the source: a file could not be written" in done.err, done.output
+        assert "No space left on device" in done.err
+        assert is_a_sentence_and_a_hint(done.err), done.err
+        assert not laptop.run("w").folder.exists()

@@ -9,28 +9,16 @@ import signal
 from typing import Any
 
 import pytest
-from command_line import ECHELON, START_S, CommandLine
+from command_line import START_S, CommandLine
 from command_runner import RunningCommand, free_port, only_run, until
 from lost_ranks import LOOPS, list_words, require_same_numbers
-from node_worlds import PACE, SETTINGS, require_same_curve, wait_for_ends
+from node_worlds import LONG, PACE, SETTINGS, let_run, require_same_curve, wait_for_ends
 from worlds import run_forked
 
 from echelon.errors import ExitCode
 from echelon.runs.run_folder import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
-
-LONG = ("trainer.steps=400", "trainer.save.steps=100")
-"""Two faults and a replacement after each come before the end."""
-
-
-@pytest.fixture(scope="module")
-def clean_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("clean")
-    words = [*SETTINGS, *LONG, "launch=local", "launch.procs=3"]
-    done = run_forked([*ECHELON, "train", *words], folder)
-    assert done.code == 0, done.err
-    return Run(only_run(folder))
 
 
 def start_world(command_line: CommandLine, *words: str) -> list[RunningCommand]:
@@ -73,7 +61,7 @@ def require_no_loss(command_line: CommandLine) -> None:
 
 @pytest.mark.parametrize("node", [1, 0])
 def test_a_machine_that_is_at_fault_twice_is_replaced_by_a_spare(
-    node: int, command_line: CommandLine, clean_run: Run
+    node: int, command_line: CommandLine, long_clean_run: Run
 ) -> None:
     hosts = command_line.cluster.nodes
     world = start_world(command_line, "launch.procs=1", "launch.spares=1", "launch.min_nodes=2")
@@ -82,10 +70,11 @@ def test_a_machine_that_is_at_fault_twice_is_replaced_by_a_spare(
     kill_worker(command_line, hosts[node])
     wait_for_text(command_line, f"{hosts[2]} takes over rank {node}")
     wait_for_text(command_line, f"rank {node} replaced: 2 processes", count=2)
+    let_run(command_line)
     codes = wait_for_ends(world)
     assert codes.pop(node) == ExitCode.LEFT, command_line.recent_output()
     assert codes == [ExitCode.OK] * 2, command_line.recent_output()
-    require_same_curve(command_line.run(), clean_run)
+    require_same_curve(command_line.run(), long_clean_run)
     [found] = read_bad_machines(command_line)
     assert (found["host"], found["replaced_by"]) == (hosts[node], hosts[2])
     assert found["is_left_out"]
@@ -93,15 +82,18 @@ def test_a_machine_that_is_at_fault_twice_is_replaced_by_a_spare(
     command_line.require_nothing_left()
 
 
-def test_without_a_spare_it_is_named_and_stays(command_line: CommandLine, clean_run: Run) -> None:
+def test_without_a_spare_it_is_named_and_stays(
+    command_line: CommandLine, long_clean_run: Run
+) -> None:
     hosts = command_line.cluster.nodes
     world = start_world(command_line, "launch.procs=1")
     for times in (1, 2):
         kill_worker(command_line, hosts[1])
         wait_for_text(command_line, "rank 1 replaced: 3 processes", count=times)
+    let_run(command_line)
     assert wait_for_ends(world) == [ExitCode.OK] * 3
     assert "it stays, since no spare is there" in world[0].read_output()
-    require_same_curve(command_line.run(), clean_run)
+    require_same_curve(command_line.run(), long_clean_run)
     [found] = read_bad_machines(command_line)
     assert (found["is_left_out"], found["kept_because"]) == (False, "no spare is there")
     command_line.require_nothing_left()
@@ -117,20 +109,19 @@ def start_by_ssh(command_line: CommandLine, *words: str) -> RunningCommand:
 
 
 def test_a_host_that_is_lost_twice_is_not_taken_back(
-    command_line: CommandLine, clean_run: Run
+    command_line: CommandLine, long_clean_run: Run
 ) -> None:
-    seen = command_line.folder / "seen"
-    started = start_by_ssh(command_line, "missing_pause_s=0.3", f"pause_until={seen}")
+    started = start_by_ssh(command_line, "missing_pause_s=0.3")
     host = command_line.cluster.nodes[1]
     os.kill(command_line.agent(host), signal.SIGKILL)
     wait_for_text(command_line, "rank 1 replaced: 3 processes")
     os.kill(command_line.agent(host), signal.SIGKILL)
     wait_for_text(command_line, f"{host} is at fault (at fault 2 times")
-    seen.touch()
+    let_run(command_line)
     done = started.wait()
     assert done.code == ExitCode.OK, done.err
     assert done.err.count(f"{host} takes over rank 1") == 1, done.err
-    require_same_curve(command_line.run(), clean_run)
+    require_same_curve(command_line.run(), long_clean_run)
     [found] = read_bad_machines(command_line)
     assert (found["host"], found["is_left_out"]) == (host, True)
     command_line.require_nothing_left()

@@ -10,23 +10,19 @@ import pytest
 from command_line import START_S, CommandLine
 from command_runner import until
 from node_worlds import (
+    let_run,
     require_same_curve,
-    run_undisturbed,
     start_by_slurm,
     start_by_ssh,
     start_world,
     wait_for_ends,
+    wait_for_text,
 )
 
 from echelon.errors import ExitCode
 from echelon.runs.run_folder import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
-
-
-@pytest.fixture(scope="module")
-def clean_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_undisturbed(tmp_path_factory.mktemp("clean"))
 
 
 def measure_next_step(command_line: CommandLine, what: str) -> None:
@@ -44,6 +40,7 @@ def test_a_killed_node_is_survived_by_the_others(
     host = command_line.cluster.nodes[node]
     os.kill(command_line.agent(host), signal.SIGKILL)
     measure_next_step(command_line, f"node {node} killed")
+    let_run(command_line)
     codes = wait_for_ends(world)
     assert codes.pop(node) == -signal.SIGKILL
     assert codes == [ExitCode.OK] * 2, command_line.recent_output()
@@ -62,6 +59,7 @@ def test_a_node_that_is_cut_off_ends_itself_and_the_others_go_on(
     host = command_line.cluster.nodes[node]
     command_line.cluster.link(host, "down")
     measure_next_step(command_line, f"node {node} cut off")
+    let_run(command_line)
     codes = wait_for_ends(world)
     assert codes.pop(node) == ExitCode.NODE_LOST
     assert codes == [ExitCode.OK] * 2, command_line.recent_output()
@@ -86,6 +84,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(
     until(lambda: back in command_line.output(), START_S, "all are back")
     print(f"node {node} of 2 killed, with a spare → full world: {time.monotonic() - began:.2f} s")
     assert f"{hosts[2]} takes over rank {node}" in command_line.output()
+    let_run(command_line)
     codes = wait_for_ends(world)
     assert codes.pop(node) == -signal.SIGKILL
     assert codes == [ExitCode.OK] * 2, command_line.recent_output()
@@ -97,6 +96,7 @@ def test_a_spare_runs_all_ranks_of_a_lost_node(command_line: CommandLine, clean_
     world = start_world(command_line, "launch.spares=1", "launch.procs=2")
     hosts = command_line.cluster.nodes
     os.kill(command_line.agent(hosts[1]), signal.SIGKILL)
+    wait_for_text(command_line, "replaced: 4 processes")
     assert wait_for_ends(world) == [ExitCode.OK, -signal.SIGKILL, ExitCode.OK]
     told = world[0].read_output()
     assert f"{hosts[2]} takes over ranks 2, 3" in told
@@ -118,13 +118,14 @@ def test_a_spare_that_is_ready_in_the_last_step_ends_with_the_run(
     command_line: CommandLine,
 ) -> None:
     """The round that would take it in is announced, but the others end before it begins."""
-    words = ("launch.spares=1", "trainer.steps=14", "pause_s=3", "missing_pause_s=30")
+    words = ("launch.spares=1", "trainer.steps=14", "pause_s=1.5", "missing_pause_s=60")
     world = start_world(command_line, *words)
+    agent = command_line.agent(command_line.cluster.nodes[1])
     command_line.wait_for_step(13)
-    os.kill(command_line.agent(command_line.cluster.nodes[1]), signal.SIGKILL)
+    os.kill(agent, signal.SIGKILL)
+    wait_for_text(command_line, "rank 1 replaced: 2 processes")
     codes = wait_for_ends(world)
     assert codes == [ExitCode.OK, -signal.SIGKILL, ExitCode.OK], command_line.recent_output()
-    assert "rank 1 replaced: 2 processes" in command_line.output()
     command_line.require_nothing_left()
 
 
@@ -145,6 +146,7 @@ def test_of_two_nodes_only_the_side_of_the_leader_goes_on(
 ) -> None:
     world = start_world(command_line, nodes=2)
     command_line.cluster.link(command_line.cluster.nodes[1], "down")
+    wait_for_text(command_line, "going on with 1 process")
     assert wait_for_ends(world) == [ExitCode.OK, ExitCode.NODE_LOST], command_line.recent_output()
     require_same_curve(command_line.run(), clean_run)
     command_line.require_nothing_left()
@@ -176,6 +178,7 @@ def test_a_lost_host_is_survived_by_ssh(
     else:
         command_line.cluster.link(host, "down")
     measure_next_step(command_line, f"by ssh, node {node} {how}")
+    let_run(command_line)
     done = started.wait()
     assert done.code == ExitCode.OK, done.err
     assert f": node {node} ({host}, rank {node})" in done.err
@@ -198,6 +201,7 @@ def test_a_host_that_comes_back_joins_again_by_ssh(
     until(lambda: back in started.read_output() or is_over() is not None, START_S, "it is back")
     print(f"by ssh, agent of node {node} killed → full world: {time.monotonic() - began:.1f} s")
     assert f"{host} takes over rank {node}" in started.read_output(), started.read_output()
+    let_run(command_line)
     done = started.wait()
     assert done.code == ExitCode.OK, done.err
     require_same_curve(command_line.run(), clean_run)
@@ -211,12 +215,14 @@ def test_a_killed_node_is_replaced_by_a_spare_of_the_job(
     job = command_line.job()
     command_line.cluster.kill_node(hosts[1])
     measure_next_step(command_line, "by Slurm, node 1 killed")
+    log = command_line.run().get_node_log_file(0)
+    back = "rank 1 replaced: 2 processes"
+    until(lambda: back in log.read_text(), START_S, "the spare has joined", log.read_text)
+    let_run(command_line)
     done = started.wait()
     assert done.code == ExitCode.OK, done.err
     assert command_line.job() == job
-    log = command_line.run().get_node_log_file(0).read_text()
-    assert f"{hosts[2]} takes over rank 1" in log
-    assert "rank 1 replaced: 2 processes" in log
+    assert f"{hosts[2]} takes over rank 1" in log.read_text()
     assert len(command_line.run().read_status_file()["starts"]) == 1
     require_same_curve(command_line.run(), clean_run)
 
@@ -227,6 +233,7 @@ def test_a_killed_agent_of_node_0_is_survived_by_the_job(
     started, hosts = start_by_slurm(command_line, "launch.nodes=3")
     os.kill(command_line.agent(hosts[0]), signal.SIGKILL)
     measure_next_step(command_line, "by Slurm, agent of node 0 killed")
+    let_run(command_line)
     done = started.wait()
     assert done.code == ExitCode.OK, done.err
     assert len(command_line.run().read_status_file()["starts"]) == 1

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
-from command_line import ECHELON, START_S, CommandLine
-from command_runner import RunningCommand, only_run, until
-from node_worlds import SETTINGS, require_same_curve, start_by_slurm
-from worlds import run_forked
+from command_line import START_S, CommandLine
+from command_runner import RunningCommand, until
+from node_worlds import LONG, let_run, require_same_curve, start_by_slurm
 
 from echelon.errors import ExitCode
 from echelon.runs.history import read_history
@@ -19,30 +17,13 @@ from echelon.runs.run_folder import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
-LONG = ("trainer.steps=400", "trainer.save.steps=100")
-"""Several losses and returns come before the end."""
 PACE = ("missing_pause_s=0.5",)
 """While a node is missing, steps take so long that it is back before the end."""
 
 
-@pytest.fixture(scope="module")
-def clean_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("clean")
-    words = [*SETTINGS, *LONG, "launch=local", "launch.procs=3"]
-    done = run_forked([*ECHELON, "train", *words], folder)
-    assert done.code == 0, done.err
-    return Run(only_run(folder))
-
-
 def start_job(command_line: CommandLine, *words: str) -> tuple[RunningCommand, list[str]]:
     """Three nodes without a spare, training."""
-    until_seen = f"pause_until={find_seen_file(command_line)}"
-    return start_by_slurm(command_line, "launch.nodes=3", *LONG, *PACE, until_seen, *words)
-
-
-def find_seen_file(command_line: CommandLine) -> Path:
-    """Once it is there, the run no longer waits for a test that looks at it."""
-    return command_line.folder / "seen"
+    return start_by_slurm(command_line, "launch.nodes=3", *LONG, *PACE, *words)
 
 
 def read_agent_logs(command_line: CommandLine) -> str:
@@ -75,6 +56,7 @@ def require_one_job(
 ) -> None:
     """The run ends well in the job that it began with; these ranks were lost, and all came back."""
     job = command_line.job()
+    let_run(command_line)
     done = started.wait(600)
     assert done.code == ExitCode.OK, f"{done.err}\n{read_agent_logs(command_line)}"
     run = command_line.run()
@@ -89,7 +71,7 @@ def require_one_job(
 
 @pytest.mark.parametrize("node", [2, 0])
 def test_a_node_whose_agent_is_killed_gets_another(
-    node: int, command_line: CommandLine, clean_run: Run
+    node: int, command_line: CommandLine, long_clean_run: Run
 ) -> None:
     """That of node 0 leads; the batch script runs there."""
     started, hosts = start_job(command_line)
@@ -98,12 +80,12 @@ def test_a_node_whose_agent_is_killed_gets_another(
     wait_for_text(command_line, f"{hosts[node]} takes over rank {node}")
     wait_for_text(command_line, f"rank {node} replaced: 3 processes")
     assert "starting agent 3 there" in read_job_log(command_line)
-    require_one_job(command_line, started, clean_run, [node])
+    require_one_job(command_line, started, long_clean_run, [node])
 
 
 @pytest.mark.parametrize("node", [1, 0])
 def test_a_node_that_was_cut_off_joins_again(
-    node: int, command_line: CommandLine, clean_run: Run
+    node: int, command_line: CommandLine, long_clean_run: Run
 ) -> None:
     cluster = command_line.cluster
     with cluster.patient_controller():
@@ -112,39 +94,39 @@ def test_a_node_that_was_cut_off_joins_again(
         wait_for_text(command_line, "going on with 2 processes")
         cluster.link(hosts[node], "up")
         wait_for_text(command_line, f"rank {node} replaced: 3 processes")
-        require_one_job(command_line, started, clean_run, [node])
+        require_one_job(command_line, started, long_clean_run, [node])
 
 
 def test_the_run_goes_on_when_all_agents_of_its_start_are_gone(
-    command_line: CommandLine, clean_run: Run
+    command_line: CommandLine, long_clean_run: Run
 ) -> None:
     """Those that were started again lead it to its end, and srun has none left to wait for."""
     started, hosts = start_job(command_line, "launch.max_node_faults=0")
     for times, host in enumerate(hosts):
         os.kill(command_line.agent(host), signal.SIGKILL)
         wait_for_text(command_line, "replaced: 3 processes", times + 1)
-    require_one_job(command_line, started, clean_run, [0, 1, 2])
+    require_one_job(command_line, started, long_clean_run, [0, 1, 2])
 
 
 def test_a_node_that_is_lost_twice_is_not_taken_back(
-    command_line: CommandLine, clean_run: Run
+    command_line: CommandLine, long_clean_run: Run
 ) -> None:
     started, hosts = start_job(command_line)
     os.kill(command_line.agent(hosts[1]), signal.SIGKILL)
     wait_for_text(command_line, "rank 1 replaced: 3 processes")
     os.kill(command_line.agent(hosts[1]), signal.SIGKILL)
     wait_for_text(command_line, f"{hosts[1]} is at fault (at fault 2 times")
-    find_seen_file(command_line).touch()
+    let_run(command_line)
     done = started.wait(600)
     assert done.code == ExitCode.OK, done.err
     log = read_job_log(command_line)
     assert log.count(f"{hosts[1]} is lost, and still in this job") == 1, log
-    require_same_curve(command_line.run(), clean_run)
+    require_same_curve(command_line.run(), long_clean_run)
     command_line.require_nothing_left()
 
 
 def test_a_node_that_slurm_has_taken_out_does_not_come_back(
-    command_line: CommandLine, clean_run: Run
+    command_line: CommandLine, long_clean_run: Run
 ) -> None:
     started, hosts = start_job(command_line)
     command_line.cluster.kill_node(hosts[2])
@@ -152,7 +134,7 @@ def test_a_node_that_slurm_has_taken_out_does_not_come_back(
     until(lambda: out in read_job_log(command_line), START_S, "it is said")
     assert "`echelon scale a nodes=N` gets another node" in read_job_log(command_line)
     command_line.cluster.slurm("scontrol", "ping")
-    find_seen_file(command_line).touch()
+    let_run(command_line)
     done = started.wait(600)
     assert done.code == ExitCode.OK, done.err
-    require_same_curve(command_line.run(), clean_run)
+    require_same_curve(command_line.run(), long_clean_run)

@@ -14,7 +14,13 @@ from command_line import START_S, CommandLine
 from command_runner import RunningCommand, free_port, only_run, until, workers
 from lost_ranks import LOOPS, list_words, require_same_numbers
 from lost_ranks import SETTINGS as LOOP_SETTINGS
-from node_worlds import PACE, SETTINGS, require_same_curve, run_undisturbed, wait_for_ends
+from node_worlds import (
+    PACE,
+    SETTINGS,
+    require_same_curve,
+    wait_for_ends,
+    wait_for_text,
+)
 from worlds import run_forked
 
 from echelon.errors import ExitCode
@@ -22,11 +28,6 @@ from echelon.runs.history import read_history
 from echelon.runs.run_folder import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
-
-
-@pytest.fixture(scope="module")
-def clean_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run_undisturbed(tmp_path_factory.mktemp("clean"))
 
 
 def start_world(
@@ -58,10 +59,10 @@ def test_two_of_five_nodes_are_lost_at_the_same_moment(
     a, b, c = command_line.cluster.nodes
     world = start_world(command_line, [a, b, c, a, b])
     kill_together(world, *nodes)
+    wait_for_text(command_line, "going on with 3 processes")
     codes = wait_for_ends(world)
     left = [code for node, code in enumerate(codes) if node not in nodes]
     assert left == [ExitCode.OK] * 3, command_line.recent_output()
-    assert "going on with 3 processes" in command_line.output()
     require_same_curve(command_line.run(), clean_run)
     command_line.require_nothing_left()
 
@@ -74,7 +75,7 @@ def test_of_two_lost_nodes_a_spare_takes_the_place_of_one(
     world = start_world(command_line, [a, b, c, a, b], "launch.spares=1")
     kill_together(world, 1, 2)
     back = "replaced: 3 processes"
-    until(lambda: back in command_line.output(), START_S, "the spare has joined")
+    wait_for_text(command_line, back)
     codes = wait_for_ends(world)
     assert [codes[0], *codes[3:]] == [ExitCode.OK] * 3, command_line.recent_output()
     require_same_curve(command_line.run(), clean_run)
@@ -93,7 +94,7 @@ def test_a_spare_takes_over_from_node_0_after_a_restart(
     command_line.wait_for_step(30)
     kill_together(world, 0)
     back = "rank 0 replaced: 2 processes"
-    until(lambda: back in command_line.output(), START_S, "the spare has joined")
+    wait_for_text(command_line, back)
     assert wait_for_ends(world)[1:] == [ExitCode.OK] * 2, command_line.recent_output()
     require_same_curve(command_line.run(), clean_run)
     command_line.require_nothing_left()
@@ -105,6 +106,7 @@ def test_of_three_sides_the_majority_goes_on(command_line: CommandLine, clean_ru
     world = start_world(command_line, [a, b, c, c, c])
     for host in (a, b):
         command_line.cluster.link(host, "down")
+    wait_for_text(command_line, "going on with 3 processes")
     codes = wait_for_ends(world)
     assert codes == [ExitCode.NODE_LOST] * 2 + [ExitCode.OK] * 3, command_line.recent_output()
     for node in world[:2]:

@@ -517,3 +517,23 @@ def test_defaults_of_files_count_and_are_named(
     assert run_and_report_faults(lambda: run_command(words)) == ExitCode.OK
     said = capfd.readouterr().out
     assert "a job with launch.nodes=2, and launch.partition=gpu of echelon.yaml, cannot" in said
+
+
+def test_the_login_node_of_the_defaults_is_asked_where_there_is_no_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    assert make_login_node(None, None) == LoginNode(None, "ssh")
+    Path("echelon.yaml").write_text("launch: {login: hpc, ssh: ssh -F x}\n")
+    assert make_login_node(None, None) == LoginNode("hpc", "ssh -F x")
+    assert make_login_node(None, "ssh -v") == LoginNode("hpc", "ssh -v")
+    assert make_login_node("other", None) == LoginNode("other", "ssh")
+    Path("echelon.yaml").write_text("launch: [\n")
+    assert make_login_node(None, None).host is None, "it may be about to be written"
+    Path("echelon.yaml").write_text("launch: {login: hpc}\n")
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    assert make_login_node(None, None).host is None, "Slurm is here"

@@ -361,6 +361,10 @@ def test_a_section_is_not_a_value() -> None:
         (["replica.devices=0"], "replica.devices=0 is below 1"),
         (["replica.blocks=[A,B]"], "replica.blocks=[A,B] names the layers to shard or to"),
         (["replica.devices=2", "replica.kind=fsdp"], "replica.kind=fsdp shards layers"),
+        (["replica.devices=2", "replica.shards=4"], "replica.shards=4 shards layers"),
+        (["replica.shards=0"], "replica.shards=0 is below 1"),
+        (["replica.kind=fsdp", "replica.shards=1"], "replica.shards=1 shards nothing"),
+        (["replica.shards=2", "trainer.ema=0.9"], "replica.shards=2 keeps shards"),
         (
             ["replica.kind=fsdp", "trainer.unused_parameters=true", "trainer.accumulate=2"],
             "trainer.unused_parameters=true and trainer.accumulate=2",

@@ -1,9 +1,10 @@
 """Train a small stack whole and sharded, in a world of one rank, and print both curves as JSON.
 
-    python tests/cuda/fsdp_single_rank.py cuda fp16 true
+    python tests/cuda/fsdp_single_rank.py cuda fp16 true hybrid
 
 A world of one is no use to a person, but it takes every way through NCCL and the device's memory
-that a shard takes, on a machine with one GPU.
+that a shard takes, on a machine with one GPU. `hybrid` reduces gradients over replicas too, of
+which there is one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from echelon.experiment.precision import Precision
 from echelon.parallel.ddp_replica import DDPReplica
 from echelon.parallel.filler_batch import FillerBatch
 from echelon.parallel.fsdp_replica import FSDPReplica
-from echelon.parallel.fsdp_wrap import shard_model
+from echelon.parallel.fsdp_wrap import make_mesh, shard_model
 from echelon.parallel.layer_blocks import checkpoint_blocks, find_blocks
 from echelon.parallel.replica import StepRequests
 from echelon.runs.heartbeat import Heartbeat
@@ -61,7 +63,9 @@ def experiment() -> echelon.Experiment:
     )
 
 
-def curve(kind: str, device: torch.device, name: str, again: bool) -> tuple[list[float], Any]:
+def curve(
+    kind: str, device: torch.device, name: str, again: bool, subgroups: Sequence[Any] = ()
+) -> tuple[list[float], Any]:
     made = experiment()
     trainer = TrainerConfig(precision=name, clip=1.0, accumulate=2)
     world = World(0, 1, 0, 1, 0, 1, None, "test", (str(device),))
@@ -77,7 +81,7 @@ def curve(kind: str, device: torch.device, name: str, again: bool) -> tuple[list
     if kind == "whole":
         replica: Any = DDPReplica(made, world, device, trainer, precision, Heartbeat())
     else:
-        shard_model(made, blocks, device, trainer)
+        shard_model(made, blocks, device, trainer, make_mesh(subgroups, 1, device.type))
         spare = FillerBatch(source, device)
         replica = FSDPReplica(made, world, device, trainer, precision, Heartbeat(), spare)
     data = tuple(t.to(device) for t in made.train_data)
@@ -87,16 +91,17 @@ def curve(kind: str, device: torch.device, name: str, again: bool) -> tuple[list
     return [result.loss for result in replica.read_results()], state
 
 
-def main(device_name: str, precision: str, again: str) -> None:
+def main(device_name: str, precision: str, again: str, kind: str) -> None:
     device = torch.device(device_name, 0) if device_name == "cuda" else torch.device(device_name)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(str(Path(folder) / "store"), 1)
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        subgroups = [dist.new_group([0]) for _ in range(2) if kind == "hybrid"]
         whole, _ = curve("whole", device, precision, again == "true")
-        shared, state = curve("shared", device, precision, again == "true")
+        shared, state = curve("shared", device, precision, again == "true", subgroups)
         places = {p.device.type for p in state["model"].values()}
-        staged = StagingBuffer().copy_state({"state": extract_own_shard(state, 0)})
+        staged = StagingBuffer().begin_copy({"state": extract_own_shard(state, 0)})()
         print(json.dumps({"whole": whole, "shared": shared, "places": list(places)}))
         assert staged["state"]["model"].keys() == state["model"].keys()
         dist.destroy_process_group()

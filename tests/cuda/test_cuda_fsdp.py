@@ -15,17 +15,19 @@ ALONE = Path(__file__).parent / "fsdp_single_rank.py"
 
 
 @pytest.mark.parametrize(
-    ("precision", "again", "close"),
+    ("precision", "again", "kind", "close"),
     [
-        ("float32", "false", 1e-3),
-        ("float32", "true", 1e-3),
-        ("bf16", "true", 0.05),
-        ("fp16", "false", 0.05),
+        ("float32", "false", "fsdp", 1e-3),
+        ("float32", "true", "fsdp", 1e-3),
+        ("bf16", "true", "fsdp", 0.05),
+        ("fp16", "false", "fsdp", 0.05),
+        ("float32", "false", "hybrid", 1e-3),
+        ("fp16", "true", "hybrid", 0.05),
     ],
 )
-def test_the_curve_is_the_whole_models(precision: str, again: str, close: float) -> None:
+def test_the_curve_is_the_whole_models(precision: str, again: str, kind: str, close: float) -> None:
     ended = subprocess.run(
-        [sys.executable, str(ALONE), "cuda", precision, again],
+        [sys.executable, str(ALONE), "cuda", precision, again, kind],
         capture_output=True,
         text=True,
         timeout=300,

@@ -89,6 +89,7 @@ def list_order(replaced: dict[int, int]) -> list[int]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", [Damaged, Grouped])
+@pytest.mark.slow
 def test_a_bad_sample_is_replaced_by_the_next_readable_one(
     kind: type[Damaged], workers: int, file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,6 +102,7 @@ def count_in_blocks(batches: list[Any]) -> int:
     return sum(any(start <= row < start + size for start, size in spans) for row in rows)
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_kept_is_not_overwritten() -> None:
     """Nor one whose tensors are all gone but a view of one; and blocks are used again."""
     # Those of a neighbour, whose processes have not been closed.
@@ -164,6 +165,7 @@ def test_what_the_users_code_keeps_in_a_loader_process_stays() -> None:
         assert batch[:, 1].tolist() == batch[:, 2].tolist()
 
 
+@pytest.mark.slow
 def test_a_forked_process_does_not_free_the_blocks_of_its_parent() -> None:
     others = set(batch_blocks._received)
     source = DatasetSource(Numbered(), 1)

@@ -60,6 +60,7 @@ LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(lambda ls
 WINDOWS = st.integers(1, 200)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(lengths=LENGTHS, window=WINDOWS, batch_size=st.integers(1, 20), data=st.data())
 def test_every_sample_once_at_any_world_size_and_after_any_resume(

@@ -64,6 +64,7 @@ def require_once(kind: str, batches: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("kind", [*WRITERS, "mixture", "batch_sampler"])
+@pytest.mark.slow
 def test_at_any_number_of_ranks(folder: Path, kind: str) -> None:
     source, plan = make_source(kind, folder, workers=0)
     whole = read_epoch(source, plan, 1, epoch=0)

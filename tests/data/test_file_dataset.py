@@ -60,6 +60,7 @@ def read_epoch(
 
 
 @pytest.mark.parametrize(("workers", "world_size"), [(0, 2), (0, 3), (1, 1), (2, 3)])
+@pytest.mark.slow
 def test_a_random_transform_draws_the_same_at_any_number_of_processes(
     numbers: Path, workers: int, world_size: int
 ) -> None:

@@ -106,6 +106,7 @@ def test_it_is_exact_where_a_word_ends(end: int, off: int, seed: int, data: st.D
 
 
 @pytest.mark.parametrize("size", [3, 5, 9, 17, 2**31 - 1, 2**31 + 1, 2**32 + 1])
+@pytest.mark.slow
 def test_a_position_outside_the_epoch_does_not_walk_for_ever(size: int) -> None:
     """Of few samples, some walk in a circle without one inside."""
     domain = 1 << (size - 1).bit_length()
@@ -147,6 +148,7 @@ def test_shape_dtype_and_input_are_kept() -> None:
 
 
 @pytest.mark.parametrize("size", [3, 4, 5, 6])
+@pytest.mark.slow
 def test_every_permutation_of_few_samples_comes_equally_often(size: int) -> None:
     epochs = 3000
     orders = Counter(tuple(map_epoch(size, 1, epoch).tolist()) for epoch in range(epochs))
@@ -154,6 +156,7 @@ def test_every_permutation_of_few_samples_comes_equally_often(size: int) -> None
 
 
 @pytest.mark.parametrize("size", [8, 13, 16, 33])
+@pytest.mark.slow
 def test_every_pair_of_samples_comes_equally_often_at_two_positions(size: int) -> None:
     epochs = torch.stack([map_epoch(size, 2, epoch) for epoch in range(2000)])
     for i, j in [(0, 1), (0, size // 2), (1, 3), (0, size - 1), (size // 2 - 1, size // 2)]:
@@ -242,6 +245,7 @@ def test_the_global_order_is_the_same_at_every_world_size(shuffle: bool) -> None
 
 
 @pytest.mark.parametrize(("batch_size", "world"), [(32, 3), (7, 8), (100_000, 2), (1024, 1)])
+@pytest.mark.slow
 def test_long_epochs_pass_through_many_blocks(batch_size: int, world: int) -> None:
     size = 250_003
     found = join_shares(size, batch_size, world, shuffle=True)

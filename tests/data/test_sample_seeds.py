@@ -51,6 +51,7 @@ def test_no_two_samples_epochs_or_seeds_share_a_seed() -> None:
 
 
 @pytest.mark.parametrize(("workers", "world_size"), [(0, 2), (0, 3), (1, 1), (2, 3)])
+@pytest.mark.slow
 def test_a_sample_draws_the_same_at_any_number_of_processes(workers: int, world_size: int) -> None:
     whole = draw_epoch(RandomSamples())
     assert sorted(whole) == list(range(SIZE))

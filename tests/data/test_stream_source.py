@@ -90,6 +90,7 @@ def read_world(
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("batch_size", [5, 8])
+@pytest.mark.slow
 def test_batches_are_the_same_at_any_world_size(shards: int, batch_size: int) -> None:
     whole, _ = read_world(numbered_stream("plain", shards), 1, 9, batch_size)
     rows = [tuple(row[:3]) for batch in whole for row in batch]
@@ -104,6 +105,7 @@ def test_batches_are_the_same_at_any_world_size(shards: int, batch_size: int) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("worlds", [(1, 1), (1, 3), (2, 3), (4, 1), (3, 2)])
+@pytest.mark.slow
 def test_a_resume_goes_on_at_any_world_size(kind: str, worlds: tuple[int, int]) -> None:
     stream = numbered_stream(kind, 4)
     whole, _ = read_world(stream, 1, 20)
@@ -143,6 +145,7 @@ def test_a_state_spares_reading_again() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_loader_processes_change_nothing(kind: str) -> None:
     """Their states are up to 16 batches old, and the samples since are dropped."""
     stream = numbered_stream(kind, 4)

@@ -58,6 +58,7 @@ def test_files_and_variables_win_in_pips_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("own", [True, False])
+@pytest.mark.slow
 def test_pip_itself_reads_the_same(tmp_path: Path, own: bool) -> None:
     files = {
         "system": "[global]\nindex-url = https://system/\ntimeout = 3\nno-index = yes\n",

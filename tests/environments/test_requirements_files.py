@@ -188,6 +188,7 @@ def test_a_symlink_out_of_the_source_is_refused(tmp_path: Path) -> None:
     assert "outside of the source folder" in fault_texts(parse(source, "./lib\n"))
 
 
+@pytest.mark.slow
 @example(text="/\0")
 @example(text="./" + "x" * 300)
 @example(text="-r " + "x" * 300)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from other_users import STRANGER, give_away, make_open_folder, needs_root
-from torch._inductor.runtime import runtime_utils
 
 from echelon.errors import EchelonError
 from echelon.experiment.compilation import CompiledFunction
@@ -27,6 +26,8 @@ def tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @needs_root
 def test_a_strangers_cache_under_the_expected_name_is_refused(tmp: Path) -> None:
+    from torch._inductor.runtime import runtime_utils  # slow to import
+
     CompiledFunction(abs, Heartbeat())
     folder = Path(runtime_utils.default_cache_dir())
     assert folder.parent == tmp

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 from worlds import losses, train_world
 
 from echelon.config.schema import Config, TrainerConfig
@@ -133,6 +131,8 @@ def test_whoever_compiles_is_not_called_hung(tmp_path: Path) -> None:
 
 def test_a_backward_pass_that_does_not_compile(capsys: pytest.CaptureFixture[str]) -> None:
     """torch would compile it when it comes, where the forward pass cannot be taken back."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
 
     def broken(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no sparse gradients\nWhile executing %a")

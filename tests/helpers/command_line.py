@@ -44,14 +44,15 @@ class CommandLine:
         return self.program(*ECHELON, *words, on=on, **variables)
 
     def program(self, *words: str, on: str | None = None, **variables: str) -> RunningCommand:
-        at = [sys.executable, str(slurm_cluster.PROGRAM), "--folder", str(self.cluster.kind.folder)]
-        there = [*at, "exec", on, "--"] if on else []
         slurm = {"SLURM_CONF": str(self.cluster.slurm_conf)}
         variables = slurm | self.variables | variables
-        # What is typed here is forked; an interpreter with other modules has to be a new one.
-        is_ours = not on and words[: len(ECHELON)] == ECHELON and "PYTHONPATH" not in variables
-        start = start_forked if is_ours else command_runner.start
-        started = start([*there, *words], self.folder, **variables)
+        # What is typed is forked; an interpreter with other modules has to be a new one.
+        if words[: len(ECHELON)] == ECHELON and "PYTHONPATH" not in variables:
+            started = start_forked(words, self.folder, on, **variables)
+        else:
+            at = [sys.executable, str(slurm_cluster.PROGRAM), "--folder"]
+            there = [*at, str(self.cluster.kind.folder), "exec", on, "--"] if on else []
+            started = command_runner.start([*there, *words], self.folder, **variables)
         self.started.append(started)
         return started
 
@@ -140,21 +141,24 @@ class CommandLine:
         return command_runner.workers(self.agent(host))[0]
 
     def _agent(self, host: str) -> int:
-        ours = set(self._ours())
-        there = {p: words for p, words in self.cluster.processes(host).items() if p in ours}
-        found = [
-            p for p, words in there.items() if "echelon" in words and command_runner.workers(p)
-        ]
-        return found[0] if found else 0
+        for pid in self._ours(host):
+            is_typed = any(pid == each.process.pid for each in self.started)
+            if (is_typed or "echelon" in _words(pid)) and command_runner.workers(pid):
+                return pid
+        return 0
 
-    def _ours(self) -> list[int]:
-        return [pid for each in self.started for pid in each.find_all()]
+    def _ours(self, *hosts: str) -> list[int]:
+        """What our commands started and still runs, on all hosts or on these."""
+        found = command_runner.find_processes(self.started)
+        return [
+            pid
+            for pid in found
+            if not hosts or any(self.cluster.is_on(pid, host) for host in hosts)
+        ]
 
     def left(self, *hosts: str) -> list[str]:
-        """What of ours still runs, on all hosts or on these."""
-        there = {p for host in hosts for p in self.cluster.processes(host)}
-        ours = [pid for pid in self._ours() if not hosts or pid in there]
-        return [f"{pid} {_command(pid)}" for pid in ours]
+        """The same, for a message."""
+        return [f"{pid} {' '.join(_words(pid))[:120]}" for pid in self._ours(*hosts)]
 
     def require_nothing_left(self, *hosts: str, limit_s: float = GONE_S) -> None:
         try:
@@ -205,8 +209,8 @@ def normalize_log(text: str) -> list[str]:
     return [re.sub(r"[\d.]+|[▁▂▃▄▅▆▇█]+", "#", line) for line in lines if line]
 
 
-def _command(pid: int) -> str:
+def _words(pid: int) -> list[str]:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:120]
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").rstrip("\0").split("\0")
     except OSError:
-        return ""
+        return []

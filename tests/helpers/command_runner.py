@@ -100,16 +100,18 @@ class RunningCommand:
                 f"still running after {timeout_s} s\n{self.read_output()}"
             ) from None
         seconds = time.monotonic() - self.began
-        with suppress(AssertionError):
+        left: list[int] = []
+        try:
             until(lambda: not self._find_own(), _GONE_S, "gone")
-        left = self._find_own()
+        except AssertionError:
+            left = self._find_own()
         lines = [_command_of(pid) for pid in left]
         _kill(left)
         return CommandResult(code, _text(self.out), _text(self.err), lines, seconds)
 
     def find_all(self) -> list[int]:
         """The command and all that it started, as far as they live."""
-        return marked(self.mark, self.process.pid)
+        return find_processes([self])
 
     def _find_own(self) -> list[int]:
         """Those that must end with the command: not the jobs that it queued."""
@@ -218,14 +220,14 @@ def run_here(words: Sequence[str], folder: Path, **variables: str) -> CommandRes
 def until(
     true: Callable[[], Any], limit_s: float, what: str, explain: Callable[[], str] = lambda: ""
 ) -> Any:
-    """What the function gives once it gives something. It is asked for half of the time at most:
-    what it waits for needs the processors too. `explain` says how things stand if it gives
+    """What the function gives once it gives something. It is asked for a quarter of the time at
+    most: what it waits for needs the processors too. `explain` says how things stand if it gives
     nothing."""
     deadline = time.monotonic() + limit_s
     while (asked := time.monotonic()) < deadline:
         if found := true():
             return found
-        time.sleep(max(0.02, time.monotonic() - asked))
+        time.sleep(max(0.03, 3 * (time.monotonic() - asked)))
     raise AssertionError(f"not within {limit_s} s: {what}\n{explain()}")
 
 
@@ -240,9 +242,10 @@ def _describe_process(pid: int) -> str:
     return (usage.stdout + stacks.stdout + stacks.stderr).decode()
 
 
-def marked(mark: str, session: int) -> list[int]:
-    """Living processes that inherited the mark, or are of this session."""
-    needle = f"{_MARK}={mark}".encode()
+def find_processes(commands: Sequence[RunningCommand]) -> list[int]:
+    """Living processes of these commands: those that inherited a mark, or are of a session."""
+    needles = {f"{_MARK}={each.mark}".encode() for each in commands}
+    sessions = {each.process.pid for each in commands}
     found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -251,10 +254,13 @@ def marked(mark: str, session: int) -> list[int]:
             fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
             if fields[0] in "ZX":
                 continue
-            environ = Path(f"/proc/{entry}/environ").read_bytes()
-            if int(fields[3]) == session or needle in environ.split(b"\0"):
+            if int(fields[3]) in sessions or needles.intersection(_read_variables(entry)):
                 found.append(int(entry))
     return found
+
+
+def _read_variables(pid: str) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 def _is_in_slurm_job(pid: int) -> bool:

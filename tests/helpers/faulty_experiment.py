@@ -142,11 +142,15 @@ class Trap:
             output.register_hook(flip_bit)  # type: ignore[no-untyped-call]
         return output
 
-    def get_pause_s(self) -> float:
-        if self.cfg.pause_until and Path(self.cfg.pause_until).exists():
-            return 0.0
+    def pause(self) -> None:
         missing_s = self.cfg.missing_pause_s
-        return missing_s if missing_s is not None and _is_rank_missing() else self.cfg.pause_s
+        pause_s = missing_s if missing_s is not None and _is_rank_missing() else self.cfg.pause_s
+        until = time.monotonic() + pause_s
+        while (left_s := until - time.monotonic()) > 0 and not self._is_seen():
+            time.sleep(min(left_s, 0.1))
+
+    def _is_seen(self) -> bool:
+        return bool(self.cfg.pause_until) and Path(self.cfg.pause_until).exists()
 
     def delay(self) -> None:
         if self.set and self.cfg.phase == "every-evaluation":
@@ -177,7 +181,7 @@ class Model(nn.Linear):
         if self.training:
             self.trap.steps += 1
             self.trap.reach("step")
-            time.sleep(self.trap.get_pause_s())
+            self.trap.pause()
         else:
             self.trap.reach("evaluation")
             self.trap.delay()

@@ -182,7 +182,8 @@ class Layers(nn.Sequential):
         if self.training:
             self.trap.steps += 1
             self.trap.reach("step")
-            time.sleep(self.trap.get_pause_s() + 0.3 * self.is_slow)
+            self.trap.pause()
+            time.sleep(0.3 * self.is_slow)
         else:
             self.trap.reach("evaluation")
         return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]

@@ -13,7 +13,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,11 +65,18 @@ class Laptop:
 
     def start(self, *words: str, **variables: str) -> RunningCommand:
         """`echelon WORDS` in the project's folder."""
+        return self._start([*ECHELON, *words], variables)
+
+    def run_program(self, *words: str, limit_s: float = 300.0) -> CommandResult:
+        """Any program in the project's folder."""
+        return self._start(words, {}).wait(limit_s)
+
+    def _start(self, words: Sequence[str], variables: Mapping[str, str]) -> RunningCommand:
         at = [sys.executable, str(slurm_cluster.PROGRAM), "--folder", str(self.cluster.kind.folder)]
         path = self.home / "bin"
         env = ["env", "-u", "SLURM_CONF", f"HOME={self.home}", f"PATH={path}"]
         env += [f"{name}={value}" for name, value in variables.items()]
-        command = [*at, "exec", self.host, "--", *env, *ECHELON, *words]
+        command = [*at, "exec", self.host, "--", *env, *words]
         started = command_runner.start(command, self.folder, ECHELON_CACHE=str(self.home / "cache"))
         self.started.append(started)
         return started
@@ -89,6 +96,18 @@ class Laptop:
                 if str(pid) not in self._login_pids():
                     os.kill(pid, signal.SIGKILL)
         command.process.wait()
+
+    def kill_answering_processes(self) -> int:
+        """SIGKILL to what answers laptops on the login node, as its owner may do with processes
+        that are there for long; returns how many there were."""
+        found = 0
+        for pid in self._login_pids():
+            with contextlib.suppress(OSError):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if b"i.readline" in command and not command.startswith(b"sh\0"):
+                    os.kill(int(pid), signal.SIGKILL)
+                    found += 1
+        return found
 
     def _login_pids(self) -> set[str]:
         return {str(pid) for pid in self.cluster.processes(self.cluster.nodes[0])}

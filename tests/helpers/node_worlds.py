@@ -24,13 +24,15 @@ SETTINGS = (
     "launch.silence_s=8",
 )
 """A busy machine may keep a node silent for some seconds."""
-PACE = ("pause_s=0.05", "missing_pause_s=0.2")
-"""A replacement comes before the end on a busy machine too."""
+LONG = ("trainer.steps=400", "trainer.save.steps=100")
+"""Several losses and returns come before the end."""
+PACE = ("pause_s=0.05", "missing_pause_s=0.2", "pause_until=seen")
+"""What happens to the run comes before its end on a busy machine too; see `let_run`."""
 
 
-def run_undisturbed(folder: Path) -> Run:
+def run_undisturbed(folder: Path, *more: str) -> Run:
     """The run that others are compared with."""
-    words = [*SETTINGS, "launch=local", "launch.procs=3"]
+    words = [*SETTINGS, *more, "launch=local", "launch.procs=3"]
     done = run_forked([*ECHELON, "train", *words], folder)
     assert done.code == 0, done.err
     return Run(only_run(folder))
@@ -43,6 +45,17 @@ def start_world(command_line: CommandLine, *words: str, nodes: int = 3) -> list[
     world = command_line.env_world(*all_words, port=port, nodes=nodes)
     command_line.wait_for_step(10)
     return world
+
+
+def let_run(command_line: CommandLine) -> None:
+    """What had to happen has happened: no step waits any longer."""
+    (command_line.folder / "seen").touch()
+
+
+def wait_for_text(command_line: CommandLine, text: str) -> None:
+    """Wait until a command has said something, and let the run go on to its end."""
+    until(lambda: text in command_line.output(), START_S, repr(text), command_line.describe)
+    let_run(command_line)
 
 
 def wait_for_ends(world: list[RunningCommand]) -> list[int]:

@@ -12,6 +12,7 @@ The first world that a pytest worker asks for starts the worker's server; it end
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import pickle
 import select
@@ -19,7 +20,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -47,12 +48,13 @@ class ForkRequest:
 class ForkServer:
     """The test process's side of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *preload: str) -> None:
+        """`preload`: modules that it imports beside those of `worlds`."""
         ours, theirs = socketpair()
         # One thread: a pool that a library starts on import would not be forked with the rest.
         single = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
+            [sys.executable, __file__, str(theirs.fileno()), *preload],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=os.environ | single,
@@ -144,11 +146,14 @@ class ForkedProcess:
 # --- inside the server --------------------------------------------------------------------------
 
 
-def serve(channel: Connection) -> None:
+def serve(channel: Connection, preload: Sequence[str]) -> None:
     """Answer until the test process has closed its end."""
+    import metric_set  # noqa: F401  torchmetrics takes two seconds to import
     import pytest  # noqa: F401  the tests' modules import it
     import worlds  # noqa: F401  what every rank needs, above all torch
 
+    for name in preload:
+        importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"the fork server runs {len(threads)} threads"
     gc.collect()
@@ -205,4 +210,4 @@ def _redirect_output(output: str, errors: str) -> None:
 if __name__ == "__main__":
     from rank_fork_server import serve as serve_forks  # ForkRequest is found by this module's name
 
-    serve_forks(Connection(int(sys.argv[1])))
+    serve_forks(Connection(int(sys.argv[1])), sys.argv[2:])

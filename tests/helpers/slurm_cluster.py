@@ -181,6 +181,13 @@ class TestCluster:
         pairs = (line.split(" ", 1) for line in lines)
         return {int(pid): json.loads(words) for pid, words in pairs}
 
+    def is_on(self, pid: int, node: str) -> bool:
+        """Whether a process runs on a host."""
+        try:
+            return os.path.samefile(f"/proc/{pid}/ns/net", f"/run/netns/{node}")
+        except OSError:  # it ended meanwhile
+            return False
+
     def link(self, node: str, state: str) -> None:
         """Cut a host off with "down", heal it with "up"."""
         self._break("link", node, state)

@@ -18,13 +18,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-import metric_set  # noqa: F401  torchmetrics takes a second to import
 import torch
-import torch._dynamo  # DDP and the optimizers import it on first use: once here, not in every rank
 import toy_experiments
 from command_runner import (
     CommandResult,
@@ -44,6 +42,7 @@ from echelon.cli import run_and_report_faults, run_command
 from echelon.config.compose import compose
 from echelon.config.schema import Config
 from echelon.entrypoint import make_user_experiment
+from echelon.launch.node.service import uses_dynamo
 from echelon.parallel.process_group import RankGroup
 from echelon.runs.metrics_file import SPEED_METRICS, read_metrics
 from echelon.runs.run_folder import Run
@@ -84,16 +83,18 @@ def spawn_world(
     end_together: bool = False,
     limit_s: float = LIMIT_S,
     interrupt: Callable[[Sequence[int]], None] | None = None,
+    has_dynamo: bool = False,
 ) -> list[Ended]:
     """Call `rank_main(rank, master)` in a process for every rank and wait for all.
 
     `rank_main` is a function of a module, or a `partial` of one: it travels to another process.
     `end_together`: when one ends in failure the others are killed, as an agent would.
     `interrupt` is called here with the processes of the ranks, once all are started.
+    `has_dynamo`: ranks find torch._dynamo imported, which each would have to import.
     """
     folder.mkdir(parents=True, exist_ok=True)
     master = f"127.0.0.1:{free_port()}"
-    server = _fork_server()
+    server = _fork_server(has_dynamo)
     pids: list[int] = []
     try:
         for rank in range(world_size):
@@ -109,7 +110,7 @@ def spawn_world(
         require_gone(pids)
     except BaseException:
         kill_sessions(pids)
-        _end_fork_server()  # it may be in the middle of an answer
+        _end_fork_server(has_dynamo)  # it may be in the middle of an answer
         raise
     return [_ended(code, folder / f"rank-{rank}") for rank, code in enumerate(codes)]
 
@@ -131,15 +132,18 @@ def join_gloo_group(rank: int, world_size: int, master: str) -> RankGroup:
     return group
 
 
-@cache
-def _fork_server() -> ForkServer:
-    """This process's own, started by the first world."""
-    return ForkServer()
+_servers: dict[bool, ForkServer] = {}
 
 
-def _end_fork_server() -> None:
-    _fork_server().close()
-    _fork_server.cache_clear()
+def _fork_server(has_dynamo: bool = False) -> ForkServer:
+    """This process's own, started by the first world that needs it."""
+    if has_dynamo not in _servers:
+        _servers[has_dynamo] = ForkServer(*(["torch._dynamo"] if has_dynamo else []))
+    return _servers[has_dynamo]
+
+
+def _end_fork_server(has_dynamo: bool) -> None:
+    _servers.pop(has_dynamo).close()
 
 
 def _wait_all(
@@ -280,7 +284,13 @@ def train_config(
     rank_main = partial(_train_rank, config=config, world_size=world_size, prepare=prepare)
     output = folder / f"output-{config.run.name}"
     ranks = spawn_world(
-        world_size, rank_main, output, env=env, end_together=end_together, interrupt=interrupt
+        world_size,
+        rank_main,
+        output,
+        env=env,
+        end_together=end_together,
+        interrupt=interrupt,
+        has_dynamo=uses_dynamo(config),
     )
     return Trained(Run(folder / str(config.run.name)), ranks)
 
@@ -311,19 +321,27 @@ def run_commands(folder: Path, commands: Sequence[Sequence[str]]) -> list[Ended]
     return spawn_world(len(commands), rank_main, folder / "output-verb")
 
 
-def start_forked(words: Sequence[str], folder: Path, **variables: str) -> RunningCommand:
+def start_forked(
+    words: Sequence[str], folder: Path, host: str | None = None, **variables: str
+) -> RunningCommand:
     """`python WORDS` in a folder, as `command_runner.start` does it, where WORDS begin with the
     interpreter and then `-m MODULE` or a file; only torch is imported already, which would take
-    longer than all of the rest. Stop it, kill it, wait for it: it is a process of its own."""
+    longer than all of the rest. Stop it, kill it, wait for it: it is a process of its own, on a
+    host of the test cluster if one is named."""
     assert words[0] == sys.executable, words
-    return start_with(_fork, words, folder, **variables)
+    return start_with(partial(_fork, host), words, folder, **variables)
 
 
 def _fork(
-    words: Sequence[str], folder: Path, variables: dict[str, str], out: IO[bytes], err: IO[bytes]
+    host: str | None,
+    words: Sequence[str],
+    folder: Path,
+    variables: dict[str, str],
+    out: IO[bytes],
+    err: IO[bytes],
 ) -> ProcessHandle:
     files = [Path(f"/proc/{os.getpid()}/fd/{file.fileno()}") for file in (out, err)]
-    call = partial(run_as_main_program, list(words[1:]))
+    call = partial(run_as_main_program, list(words[1:]), host)
     return _fork_server().start(call, files[0], variables, files[1], folder)
 
 

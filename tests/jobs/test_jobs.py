@@ -332,6 +332,7 @@ def measure_log_memory(run: Run, last: int | None) -> tuple[int, int]:
     ],
     ids=["equal lines", "different lines", "no line ends", "many stamps"],
 )
+@pytest.mark.slow
 def test_a_large_log_is_shown_in_little_memory(
     tmp_path: Path, text: bytes, stamps: int, limit_mib: int
 ) -> None:

@@ -18,7 +18,7 @@ from echelon.cli import run_and_report_faults, run_command
 from echelon.config.compose import compose
 from echelon.config.schema import Config
 from echelon.errors import EchelonError, ExitCode
-from echelon.launch.plan import LaunchPlan, LocalMachine
+from echelon.launch.plan import LaunchPlan, LocalMachine, RankPlacement
 from echelon.launch.slurm.joining_job import render_joining_script
 from echelon.launch.slurm.launcher import SlurmLauncher
 from echelon.runs import run_folder
@@ -154,7 +154,7 @@ def test_a_plan_of_4096_nodes_says_where_each_rank_is(
     size = ("launch.nodes=4096", "launch.gpus_per_node=8", "trainer.batch_size=32768")
     plan = planned(*size)
     assert len(plan.places) == 32_768
-    assert plan.places[-1] == (32_767, "node 4095", 7, ("cuda:7",))
+    assert plan.places[-1] == RankPlacement(32_767, "node 4095", 7, ("cuda:7",))
     plan.print_plan(as_json=False)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["0–7", "node", "0", "0–7", "cuda:0", "…", "cuda:7"] in rows

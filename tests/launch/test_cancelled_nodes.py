@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from command_runner import ECHELON, HERE, ended, free_port, run, start, until
+from command_runner import ECHELON, HERE, free_port, run, run_here, until
+from worlds import started_forked
 
 from echelon.errors import ExitCode
 
@@ -28,9 +29,10 @@ def test_a_cancelled_run_ends_on_every_node(tmp_path: Path, now: bool) -> None:
     )
     same = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(NODES)}
     with ExitStack() as stack:
-        commands = [start(words, tmp_path, NODE_RANK=str(n), **same) for n in range(NODES)]
-        for command in commands:
-            stack.enter_context(ended(command))
+        commands = [
+            stack.enter_context(started_forked(words, tmp_path, NODE_RANK=str(n), **same))
+            for n in range(NODES)
+        ]
         metrics = tmp_path / "runs" / "a" / "metrics.jsonl"
         until(lambda: metrics.exists() and metrics.stat().st_size, LIMIT_S, "the first steps")
         done = run((*ECHELON, "cancel", "a", *(["--now"] if now else [])), tmp_path)
@@ -41,5 +43,5 @@ def test_a_cancelled_run_ends_on_every_node(tmp_path: Path, now: bool) -> None:
         assert all(code not in (ExitCode.OK, ExitCode.PREEMPTED) for code in codes)
     else:
         assert codes == [ExitCode.PREEMPTED] * NODES
-    shown = run((*ECHELON, "runs", "--all", "--filter", "state=cancelled"), tmp_path)
+    shown = run_here(("runs", "--all", "--filter", "state=cancelled"), tmp_path)
     assert "a" in shown.out.split(), shown.out

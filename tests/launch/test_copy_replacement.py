@@ -25,6 +25,7 @@ from worlds import run_forked
 from echelon.runs.metrics_file import read_metrics
 
 FSDP = ("replica.kind=fsdp",)
+HYBRID = ("replica.shards=2",)
 UNSAVED = ("trainer.save.epochs=9", "trainer.evaluate.epochs=9")
 """Nothing is on disk before the end."""
 WIDE = "rows=1000"
@@ -42,6 +43,8 @@ LOSSES = (
     Loss("layers", 2, "kill", 1, "step", 2, more=(*FSDP, *UNSAVED, WIDE)),
     Loss("layers", 3, "stop", 1, "step", 8, HANGS, more=(*FSDP, *HUNG)),
     Loss("layers", 2, "error", 1, "step", 5, TRANSIENT, more=(*FSDP, "transient=true")),
+    # Another replica has the shards of the lost rank; the three that are left hold one together.
+    Loss("layers", 4, "kill", 1, "step", 23, more=(*HYBRID, *UNSAVED)),
     Loss("streamed_layers", 2, "kill", 1, "step", 23),
     Loss("streamed_layers", 3, "kill", 0, "step", 13, more=LOADER),
     Loss("streamed_loop", 3, "kill", 1, "step", 23),

@@ -19,19 +19,18 @@ from command_runner import CommandResult, run_here
 from fake_kubectl import FakeCluster
 from hypothesis import given
 from hypothesis import strategies as st
-from kubeflow_trainer_api import models
 from run_folders import make_run
 
 from echelon.config.validate import NAME_CHARACTERS
 from echelon.errors import ExitCode
 from echelon.launch.k8s.names import MAX_NAME_LENGTH, make_resource_name
 
-TYPES: dict[str, Any] = {
-    "Secret": models.IoK8sApiCoreV1Secret,
-    "ConfigMap": models.IoK8sApiCoreV1ConfigMap,
-    "Service": models.IoK8sApiCoreV1Service,
-    "Job": models.IoK8sApiBatchV1Job,
-    "JobSet": models.JobsetV1alpha2JobSet,
+TYPES = {
+    "Secret": "IoK8sApiCoreV1Secret",
+    "ConfigMap": "IoK8sApiCoreV1ConfigMap",
+    "Service": "IoK8sApiCoreV1Service",
+    "Job": "IoK8sApiBatchV1Job",
+    "JobSet": "JobsetV1alpha2JobSet",
 }
 K8S = (
     *("train", "launch=k8s", "launch.container=ghcr.io/lab/train:1", "run.name=a"),
@@ -85,6 +84,7 @@ def test_a_name_stays_or_gets_a_digest(run: str, name: str) -> None:
     assert len(made) == len(name)
 
 
+@pytest.mark.slow
 @given(st.text(alphabet=sorted(NAME_CHARACTERS), min_size=1, max_size=100))
 def test_every_run_has_a_name_in_kubernetes(run: str) -> None:
     name = make_resource_name(run)
@@ -102,13 +102,15 @@ def test_every_run_has_a_name_in_kubernetes(run: str) -> None:
 def test_manifests_are_what_the_schemas_allow(
     words: tuple[str, ...], resource: str, nodes: int, tmp_path: Path
 ) -> None:
+    from kubeflow_trainer_api import models  # slow to import
+
     shape = (f"launch.k8s.resource={resource}", f"launch.nodes={nodes}")
     objects = _plan(tmp_path, *shape, *words)
     service = ["Service"] if nodes > 1 and resource == "job" else []
     kind = {"job": "Job", "jobset": "JobSet"}[resource]
     assert list(objects) == ["Secret", "ConfigMap", *service, kind]
     for name, each in objects.items():
-        assert TYPES[name].from_dict(each).to_dict() == each
+        assert getattr(models, TYPES[name]).from_dict(each).to_dict() == each
     assert list(tmp_path.iterdir()) == []  # a dry run writes nothing
 
 
@@ -268,6 +270,7 @@ def test_without_kubectl_there_is_a_sentence(tmp_path: Path) -> None:
     assert "--dry-run prints the manifest anywhere" in done.err
 
 
+@pytest.mark.slow
 def test_a_run_is_submitted_once(cluster: FakeCluster, tmp_path: Path) -> None:
     secrets = tmp_path / "secrets"
     secrets.write_text("WANDB_API_KEY=not-told\n")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from echelon.config.compose import compose
-from echelon.config.schema import Config
+from echelon.config.schema import Config, ReplicaConfig
 from echelon.errors import EchelonError
 from echelon.launch.env_launcher import EnvLauncher
 from echelon.launch.inline_launcher import InlineLauncher
@@ -226,3 +226,87 @@ def test_spares_of_a_hostfile_and_of_variables_are_counted(tmp_path: Path) -> No
     assert [place.host for place in plan.places] == ["node 0", "node 1"]
     with pytest.raises(EchelonError, match=r"launch\.min_nodes=4 is more than the 3 nodes"):
         EnvLauncher().plan(compose(["launch=env", "launch.min_nodes=4"]), LocalMachine(env, "c", 0))
+
+
+# ---- replicas that several processes hold together ----------------------------------------------
+
+HERE = LocalMachine({}, "here", 0)
+
+
+def plan_here(*words: str) -> LaunchPlan:
+    return LocalLauncher().plan(compose([LOCAL, *words]), HERE)
+
+
+def test_the_plan_shows_replicas_and_shards() -> None:
+    text = plan_here("launch.procs=6", "replica.shards=2").render_text()
+    assert "launch=local: 3 replicas × 2 shards" in text
+    rows = [line.split()[-2:] for line in text.splitlines()[1:8]]
+    assert rows == [["replica", "shard"], *([str(r // 2), str(r % 2)] for r in range(6))]
+    assert "the model shared out between 2 ranks each (fsdp)" in text
+    shown = plan_here("launch.procs=4", "replica.kind=fsdp")
+    assert "1 replica × 4 shards" in shown.render_text()
+    assert [p["shard"] for p in shown.to_dict()["places"]] == [0, 1, 2, 3]
+
+
+def test_the_plan_of_many_nodes_shows_where_replicas_are() -> None:
+    words = ["launch=slurm", "launch.nodes=9", "launch.procs=8", "run.name=a", "replica.shards=4"]
+    config = compose([*words, "trainer.batch_size=144"])
+    text = SlurmLauncher().plan(config, HERE).render_text()
+    assert [line.split()[-2:] for line in text.splitlines()[2:4]] == [
+        ["0–1", "0–3"],
+        ["2–3", "0–3"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("procs", "shards", "do"),
+    [
+        (6, 4, "set replica.shards to 2 or 3 or 6, or start 4 or 8 processes"),
+        (4, 8, "set replica.shards to 2 or 4, or start 8 processes"),
+        (1, 8, "start 8 or more: launch.procs=8; or leave replica.shards=8 out"),
+    ],
+)
+def test_shards_that_do_not_divide_the_processes(procs: int, shards: int, do: str) -> None:
+    words = [f"launch.procs={procs}", f"replica.shards={shards}", f"trainer.batch_size={procs}"]
+    with pytest.raises(EchelonError) as told:
+        compose([LOCAL, *words])
+    [fault] = told.value.faults
+    assert fault.what.startswith(f"replica.shards={shards} ")
+    assert fault.do == do
+    visible = LocalMachine({}, "here", procs)
+    config = compose([LOCAL, *words[1:]])
+    launcher = LocalLauncher()
+    assert launcher.find_config_faults(config, launcher.plan(config, visible), visible) == [fault]
+
+
+def test_all_that_does_not_fit_the_processes_is_told_at_once() -> None:
+    with pytest.raises(EchelonError) as told:
+        compose(["rank=0", "world_size=6", "replica.shards=4", "trainer.batch_size=5"])
+    assert [fault.what.split()[0] for fault in told.value.faults] == [
+        "trainer.batch_size=5",
+        "replica.shards=4",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "world_size", "shards"),
+    [(2, 4, 2), (2, 3, 3), (2, 5, 5), (4, 6, 6), (2, 6, 2), (4, 2, 2), (2, 1, 1), (None, 3, 3)],
+)
+def test_shards_of_a_world_of_another_size_need_no_more_memory(
+    wanted: int | None, world_size: int, shards: int
+) -> None:
+    assert ReplicaConfig("fsdp", wanted).count_shards(world_size) == shards
+    assert ReplicaConfig().count_shards(world_size) == 1
+
+
+def test_shards_of_hosts_that_are_still_to_be_asked(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb\n")
+    words = ["launch=ssh", "run.name=a", "replica.shards=2"]
+    config = compose([*words, f"launch.hostfile={tmp_path}/hosts"])
+    shown = SshLauncher().plan(config, HERE)
+    assert "shard" not in shown.render_text().splitlines()[1]
+    assert SshLauncher().find_config_faults(config, shown, HERE) == []
+    known = compose([*words, "launch.hosts=[a,b]", "launch.procs=3", "replica.shards=4"])
+    shown = SshLauncher().plan(known, HERE)
+    [fault] = SshLauncher().find_config_faults(known, shown, HERE)
+    assert fault.what.startswith("replica.shards=4 does not divide 6 processes")

@@ -183,6 +183,7 @@ def test_the_nodes_behind_a_lost_relay_find_another_way() -> None:
         assert tree.leader.take_lost_nodes() == []
 
 
+@pytest.mark.slow
 def test_a_node_that_is_lost_with_its_relay_is_known_a_limit_later() -> None:
     with open_tree(silence_s=10.0) as tree:
         child = tree.find_leaf()
@@ -217,6 +218,7 @@ def start_node_1(tree: Tree) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.slow
 def test_a_relay_of_another_process_is_stopped_or_killed(how: signal.Signals) -> None:
     tree = Tree(silence_s=10.0)
     with start_node_1(tree) as process:
@@ -258,6 +260,7 @@ def test_the_next_leader_has_all_nodes_and_hears_what_was_reported() -> None:
             tree.exchange_numbers(left)
 
 
+@pytest.mark.slow
 def test_the_leader_and_a_relay_are_lost_at_once() -> None:
     with open_tree() as tree:
         relay = tree.find_relay()

@@ -156,6 +156,7 @@ def test_one_who_sends_slowly_is_not_waited_for(
     assert ask(friend, {"a": 1}) == [{"a": 1}]
 
 
+@pytest.mark.slow
 def test_a_thousand_strangers_keep_no_agent_out(
     agent: Agent, friend: MessageChannel, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,9 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 from channel_agent import KEY, LIMIT_S, Agent, Recorder, ask, connect, read_to_the_end
-from command_runner import ECHELON, HERE, curve, ended, free_port, run, start, started, until
+from command_runner import ECHELON, HERE, curve, ended, free_port, run, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worlds import start_forked, started_forked
 
 from echelon.errors import ExitCode
 from echelon.launch.node.message_channel import connect_channel
@@ -152,7 +153,7 @@ def test_a_job_bears_what_is_sent_to_any_of_its_ports(tmp_path: Path) -> None:
     )
     same = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     attacked = (*words, "launch=env", "launch.procs=1", "run.name=a", "pause_s=0.02")
-    commands = [start(attacked, tmp_path, NODE_RANK=str(n), **same) for n in range(2)]
+    commands = [start_forked(attacked, tmp_path, NODE_RANK=str(n), **same) for n in range(2)]
     with ended(commands[0]), ended(commands[1]):
         metrics = tmp_path / "runs" / "a" / "metrics.jsonl"
         until(lambda: metrics.exists() and metrics.stat().st_size, LIMIT_S, "the first steps")
@@ -181,7 +182,7 @@ def test_a_job_bears_what_is_sent_to_any_of_its_ports(tmp_path: Path) -> None:
         assert "Traceback" not in each.err
         assert "replaced" not in each.err
     alone = (*words, "launch=local", "launch.procs=2", "run.name=b")
-    with started(alone, tmp_path):
+    with started_forked(alone, tmp_path):
         wait_for_steps(tmp_path / "runs" / "b")
     disturbed, undisturbed = (curve(tmp_path / "runs" / name) for name in "ab")
     assert disturbed[:COMPARED] == undisturbed[:COMPARED]

@@ -13,10 +13,16 @@ from echelon.config.schema import Config, LaunchConfig, RunConfig
 from echelon.errors import EchelonError
 from echelon.login.frames import ConnectionLostError, receive_frame
 from echelon.login.host.run_files import SentFiles
-from echelon.login.local_copy import LocalCopy, create_copy, require_free_or_copy
-from echelon.runs.origin import RunOrigin, read_copy_state
+from echelon.login.local_copy import (
+    LocalCopy,
+    create_copy,
+    create_sweep_copy,
+    require_free_or_copy,
+)
+from echelon.runs.origin import RunOrigin, read_copy_state, read_origin
 from echelon.runs.run_folder import Run
 from echelon.runs.status import read_run_status
+from echelon.sweep.sweep_folder import SweepFolder, SweepSettings
 
 
 @pytest.fixture
@@ -45,7 +51,8 @@ def refresh(copy: LocalCopy, there: Run, with_logs: bool = True) -> int:
     """Bring the copy up to date; how many bytes of files travelled."""
     known = json.loads(json.dumps(copy.describe_known(with_logs)))
     wire = io.BytesIO()
-    SentFiles(there.folder, known).send_changes(wire, with_logs)
+    assert known[0] == str(there.folder)
+    SentFiles(there.folder, *known[1:]).send_changes(wire, with_logs)
     wire.seek(0)
     travelled = 0
     while True:
@@ -64,6 +71,33 @@ def same(copy: LocalCopy, there: Run, *names: str) -> bool:
         (copy.run.folder / name).read_bytes() == (there.folder / name).read_bytes()
         for name in names
     )
+
+
+def test_a_trial_of_a_sweep_becomes_a_copy_of_its_own(tmp_path: Path) -> None:
+    """The login node tells of trials that are new; they are runs beside the sweep's folder."""
+    there = SweepFolder(tmp_path / "there" / "runs" / "s")
+    here = SweepFolder(tmp_path / "here" / "runs" / "s")
+    settings = SweepSettings([], [], {"name": "loss", "goal": "minimize"}, 4)
+    for sweep in (there, here):
+        sweep.write_files(settings, "method: grid\nparameters: {lr: {values: [1]}}\n")
+    there.journal_file.write_text("{}\n")
+    trial = there.get_trial_run(3)
+    trial.logs_folder.mkdir(parents=True)
+    trial.write_config(Config(run=RunConfig("s-3", str(trial.folder.parent))))
+    origin = RunOrigin("node", "ssh", "~/x", str(there.folder), None, "", {}, is_sweep=True)
+    copy = create_sweep_copy(here, origin)
+    refresh(copy, Run(there.folder))
+    assert here.journal_file.read_text() == "{}\n"
+    [run] = copy.new_trials
+    assert run.folder == here.get_trial_run(3).folder
+    found = read_origin(run)
+    assert found is not None
+    assert (found.folder, found.sweep, found.is_sweep) == (str(trial.folder), "s", False)
+    again = LocalCopy(Run(here.folder))
+    refresh(again, Run(there.folder))
+    assert again.new_trials == []
+    with pytest.raises(EchelonError, match="sent a file named"):
+        again.apply({"trial": "other-3"}, b"{}")
 
 
 GROWING = ("metrics.jsonl", "logs/node-0.log")
@@ -97,7 +131,7 @@ def test_two_commands_at_once_add_nothing_twice(copy: LocalCopy, there: Run) -> 
     known = second.describe_known(True)
     refresh(first, there)
     wire = io.BytesIO()
-    SentFiles(there.folder, json.loads(json.dumps(known))).send_changes(wire, True)
+    SentFiles(there.folder, *json.loads(json.dumps(known))[1:]).send_changes(wire, True)
     wire.seek(0)
     second.apply(*receive_frame(wire))
     second.save()

@@ -19,6 +19,7 @@ from echelon.runs.run_folder import Run
 from echelon.runs.slurm_queue import SlurmJobState
 
 
+@pytest.mark.slow
 def test_a_login_node_needs_python_and_nothing_else(tmp_path: Path) -> None:
     """The command of the login shell, with noise before its first line and a Python without any
     package: it receives the code, keeps it, and answers."""
@@ -118,7 +119,6 @@ def test_a_dry_run_says_what_is_sent_and_asks_no_network(tmp_path: Path) -> None
             ("train", "launch=slurm", "launch.login=a", "launch.python=python3"),
             "is not the path of a Python on a",
         ),
-        (("preflight", "launch=slurm", "launch.login=a"), "starts its checks with srun"),
     ],
 )
 def test_what_cannot_be_is_a_sentence(tmp_path: Path, words: tuple[str, ...], what: str) -> None:

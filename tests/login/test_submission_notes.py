@@ -69,6 +69,7 @@ def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_submission_that_ends_well_or_is_refused_leaves_no_note(desk: Desk) -> None:
     done = desk.train("run.name=a")
     assert done.code == ExitCode.OK, done.err
@@ -84,6 +85,7 @@ def test_a_submission_that_ends_well_or_is_refused_leaves_no_note(desk: Desk) ->
     assert desk.notes() == []
 
 
+@pytest.mark.slow
 def test_what_is_open_stays_written_down_until_the_login_node_answers(desk: Desk) -> None:
     desk.sbatch_does("kill -9 $PPID; sleep 1; echo 9")
     lost = desk.train("run.name=a")

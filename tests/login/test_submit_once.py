@@ -97,6 +97,26 @@ def test_a_refusal_leaves_nothing_and_may_be_tried_again(
     assert jobs_of(submit_once(store, make_submission(store))) == ["8"]
 
 
+def test_jobs_that_were_taken_before_a_refusal_are_known(
+    store: SourceStore, calls: Path, tmp_path: Path
+) -> None:
+    """Runs that differ in their launch are a call of sbatch each."""
+    [first] = make_submission(store).configs
+    second = first | {
+        "run": first["run"] | {"name": "b"},
+        "launch": first["launch"] | {"nodes": 2},
+    }
+    slurm_says(tmp_path, f"[ $(wc -l < {calls}) = 1 ] || exit 1; echo 7")
+    both = Submission("id1", "tree", [first, second], work_lines=[])
+    result = submit_once(store, both)
+    assert jobs_of(result) == ["7"]
+    assert "Slurm does not take the job" in result["refused"]["faults"][0][0]
+    assert (store.root / "runs" / "a").exists()
+    assert not (store.root / "runs" / "b").exists()
+    assert jobs_of(read_submission(store, "id1")) == ["7"]
+    assert calls.read_text().split() == ["sbatch", "sbatch"]
+
+
 @pytest.mark.parametrize("knows", ["queue", "folder"])
 def test_killed_between_sbatch_and_its_record(
     store: SourceStore, calls: Path, tmp_path: Path, knows: str

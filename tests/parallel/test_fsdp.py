@@ -31,12 +31,15 @@ from worlds import (
 import echelon
 from echelon.errors import EchelonError
 from echelon.runs.run_folder import Run
+from echelon.snapshot.layout import list_snapshots
 from echelon.snapshot.manifest import InvalidSnapshotError
 from echelon.snapshot.reader import verify_snapshot
 
 pytestmark = pytest.mark.slow
 
 FSDP = "replica.kind=fsdp"
+PAIRS, TRIPLES = "replica.shards=2", "replica.shards=3"
+BATCHES_OF_7 = "trainer.batch_size=7"  # 7, 7 and 3 samples
 SHORT = (
     "trainer.batch_size=5",  # the last batch of an epoch is of two samples: four ranks, two idle
     "trainer.epochs=3",
@@ -94,6 +97,22 @@ def test_the_curve_is_ddps(tmp_path: Path, ranks: int, words: tuple[str, ...]) -
     of_both = [word for word in words if not word.startswith("replica.blocks")]
     whole = train_run(tmp_path, ranks, *of_both, name="ddp")
     require_close(train_run(tmp_path, ranks, *words, FSDP, name="fsdp"), whole)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (4, (PAIRS, "trainer.clip=0.5", "trainer.accumulate=3")),
+        (6, (TRIPLES, BATCHES_OF_7, "optimizer=momentum", "scale=65536.0")),
+    ],
+    ids=["4 ranks", "6 ranks"],
+)
+def test_the_curve_of_several_replicas_of_shards_is_that_of_one_process(
+    tmp_path: Path, ranks: int, words: tuple[str, ...]
+) -> None:
+    """The last batch of an epoch has no sample for some ranks."""
+    alone = train_run(tmp_path, 1, *words[1:], name="alone")
+    require_close(train_run(tmp_path, ranks, *words, name="hybrid"), alone)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -217,6 +236,23 @@ def test_goes_on_at_another_size_and_of_another_kind(
     train_until_stop(tmp_path, *before)
     gone_on = train_run(tmp_path, *after, name="a")
     require_close(gone_on, whole)
+
+
+def test_goes_on_with_any_shards_in_any_number_of_replicas(tmp_path: Path) -> None:
+    """An epoch with each."""
+    more = (BATCHES_OF_7, "trainer.epochs=5", "trainer.save.steps=3")
+    alone = train_run(tmp_path, 1, *more, name="alone")
+    shapes = ((6, TRIPLES), (4, PAIRS), (2, FSDP), (1, "replica.kind=ddp"), (4, PAIRS))
+    for epoch, (ranks, word) in enumerate(shapes, 1):
+        run = train_run(tmp_path, ranks, word, *more, f"trainer.steps={3 * epoch}", name="a")
+    require_close(run, alone)
+    folders = list_snapshots(run.snapshots_folder)
+    assert [sorted(file.name for file in folder.glob("model.*")) for folder in folders] == [
+        [f"model.{shard:05d}-of-00003.pt" for shard in range(3)],
+        *[[f"model.{shard:05d}-of-00002.pt" for shard in range(2)]] * 2,
+        ["model.pt"],
+        [f"model.{shard:05d}-of-00002.pt" for shard in range(2)],
+    ]
 
 
 def test_goes_on_bit_for_bit_with_the_same_ranks(tmp_path: Path, shared: Run) -> None:

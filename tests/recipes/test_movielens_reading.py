@@ -259,6 +259,7 @@ _LOAD = (
 )
 
 
+@pytest.mark.slow
 def test_concurrent_processes_prepare_once(tmp_path: Path) -> None:
     folder = write_csv(make_synthetic(50_000, 1_000, 500, seed=0), tmp_path / "made")
     started = [

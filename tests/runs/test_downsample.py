@@ -49,6 +49,7 @@ def test_means_are_means() -> None:
     assert sum(means) / len(means) == pytest.approx(3.0, rel=0.02)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_curve() -> None:
     def measure_peak_bytes(count: int) -> int:
         tracemalloc.start()

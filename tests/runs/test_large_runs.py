@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from pathlib import Path
 
+import pytest
 from run_folders import lines, make_run
 
 from echelon.runs.curves import load_metrics
@@ -13,6 +14,8 @@ from echelon.runs.metrics_summary import read_summary
 from echelon.runs.record import read_run_records
 from echelon.runs.run_folder import Run
 from echelon.tracking.metrics_writer import MetricsFile
+
+pytestmark = pytest.mark.slow
 
 
 def measure_peak_bytes(run: Run) -> int:

@@ -137,7 +137,7 @@ def test_the_function_that_a_stranger_names_is_not_called(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = create_run(make_config(root, "mine"))
-    write_call(run, "builtins:len", [[1, 2]], {})
+    write_call(run, {"function": "builtins:len", "args": [[1, 2]], "kwargs": {}})
     assert call_function_of_run(run) == 0
     give_away(run.call_file)
     assert call_function_of_run(run) == 1

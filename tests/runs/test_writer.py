@@ -76,6 +76,7 @@ def require_refusal(run: Run, who: str) -> None:
 # --- processes of this machine ---
 
 
+@pytest.mark.slow
 def test_a_second_writer_is_refused_until_the_first_is_gone_however_it_ends(run: Run) -> None:
     with holder(run) as process:
         who = f"process {process.pid} on {socket.gethostname()}"
@@ -117,6 +118,7 @@ def test_a_forked_child_that_outlives_the_writer_does_not_keep_the_folder(run: R
         claim_run_folder(run)
 
 
+@pytest.mark.slow
 def test_the_command_of_ssh_shares_its_folder_with_its_agents_and_nobody_else(run: Run) -> None:
     with holder(run) as process:
         require_refusal(run, f"running already, as process {process.pid}")
@@ -138,6 +140,7 @@ def test_a_refused_start_changes_nothing_in_the_folder(run: Run) -> None:
     assert [path.name for path in run.folder.parent.iterdir()] == ["a"]
 
 
+@pytest.mark.slow
 def test_an_inline_start_is_refused_before_torch_is_imported(run: Run) -> None:
     script = "import sys; sys.modules['torch'] = None; from echelon.cli import main; main()"
     words = ["train", "run.name=a", f"run.dir={run.folder.parent}"]
@@ -290,6 +293,7 @@ def test_nobody_is_asked_about_a_job_that_is_over_or_a_workers(
     claim_run_folder(run)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_queued_again_takes_its_run_back_from_a_lost_node(
     run: Run, squeue: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

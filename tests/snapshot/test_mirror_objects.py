@@ -77,6 +77,7 @@ def begin(objects: MirrorObjects, root: Path, **given: Any) -> dict[str, Any]:
     return found | take_mirror(objects, "s3://runs/a", file)
 
 
+@pytest.mark.slow
 def test_a_snapshot_comes_back_byte_for_byte(objects: MirrorObjects, tmp_path: Path) -> None:
     [folder] = save(tmp_path / "here", 3, size=5_000_000)  # 20 MB: several parts and blocks
     objects.upload(folder, OWNER)
@@ -160,6 +161,7 @@ def damage_nothing_else(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("what", ["missing", "truncated", "altered", "no manifest", "manifest"])
+@pytest.mark.slow
 def test_a_damaged_one_is_named_and_the_one_before_is_used(
     what: str, objects: MirrorObjects, server: ObjectStoreServer, tmp_path: Path
 ) -> None:

@@ -228,6 +228,7 @@ def test_memory_is_kept_and_later_changes_are_not_written(
     assert addresses[0] == addresses[1] != weight.data_ptr()
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
     code = (
         "import sys, torch; from pathlib import Path;"
@@ -300,6 +301,7 @@ def test_what_this_run_saved_is_not_replaced(tmp_path: Path) -> None:
     assert [value(folder) for folder in list_snapshots(tmp_path)] == [1, 22, 3]
 
 
+@pytest.mark.slow
 def test_killed_at_any_change_of_names_of_a_replacement(tmp_path: Path) -> None:
     """The old one or the new one or none of that step, and a mark on the best of those there."""
     save(tmp_path / "source", 1, 2, 3, best=(1, 3))
@@ -359,6 +361,7 @@ def test_an_evaluation_of_what_was_not_saved_changes_nothing(tmp_path: Path) -> 
     assert find_best(tmp_path) is None
 
 
+@pytest.mark.slow
 def test_killed_at_any_change_of_names_while_an_evaluation_is_added(tmp_path: Path) -> None:
     """A snapshot with the evaluation, or one without, to which it can be added again."""
     save(tmp_path / "source", 1, 2, best=(1,))
@@ -780,6 +783,7 @@ def test_a_sample_of_the_kill_campaign(tmp_path: Path) -> None:
     assert report["operations"]["kills"] == 12
 
 
+@pytest.mark.slow
 def test_other_threads_run_while_a_snapshot_is_written(tmp_path: Path) -> None:
     """A writer that held the interpreter's lock would stop this thread for most of a save.
 

@@ -131,6 +131,7 @@ def test_values_are_named_where_they_are_few_and_round(
     ],
     ids=lambda value: str(value or ""),
 )
+@pytest.mark.slow
 def test_no_line_strikes_a_label_through(
     tmp_path: Path, count: int, more: dict[str, Any], width: int
 ) -> None:
@@ -218,6 +219,7 @@ def test_names_of_anybody_stay_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("count", "is_log"), [(1, False), (2, True), (12, True), (500, False)])
+@pytest.mark.slow
 def test_the_image_has_all_that_the_page_has(tmp_path: Path, count: int, is_log: bool) -> None:
     pytest.importorskip("matplotlib")
     report = make_report(tmp_path, count, prefix="$a$.", is_log=is_log)

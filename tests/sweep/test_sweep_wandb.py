@@ -15,6 +15,7 @@ import command_runner
 import pytest
 import yaml
 from command_runner import ECHELON, HERE, only_run
+from optional_packages import require_package
 from other_users import STRANGER, give_away, needs_root
 from run_folders import lines, make_run
 from wandb_server import SWEEP, Server, serving
@@ -34,7 +35,7 @@ from echelon.sweep.wandb.client import WandbServer as Client
 from echelon.sweep.wandb.engine import run_agents
 from echelon.sweep.wandb.trial_records import WandbTrialRecord
 
-pytest.importorskip("wandb")
+require_package("wandb")
 
 KEY = "5ecre7" * 7
 EXPERIMENT = f"experiment={HERE / 'toy_experiments.py'}:regression"
@@ -332,6 +333,7 @@ def test_failures_in_a_row_end_it(
         (ExitCode.PREEMPTED, "preempted", True),  # it has saved and has to go on
     ],
 )
+@pytest.mark.slow
 def test_a_job_that_ended_while_nobody_followed_it_has_its_result(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

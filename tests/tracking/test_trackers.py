@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import wandb_files
 from command_runner import ECHELON, HERE, TWO, CommandResult, only_run
+from optional_packages import require_package
 from wandb_server import ServedRun, Server, serving
 from worlds import Trained, run_forked, train_world
 
@@ -18,7 +19,7 @@ from echelon.snapshot.reader import verify_snapshot
 from echelon.tracking.tracker import prefix_metric_names
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-pytest.importorskip("wandb")
+require_package("wandb")
 pytestmark = pytest.mark.slow
 
 EXPERIMENT = f"experiment={HERE / 'toy_experiments.py'}:regression"

@@ -288,6 +288,7 @@ def test_settings_that_a_step_does_not_read(tmp_path: Path) -> None:
     words = {
         "trainer.clip=1.0": "session.step(optimizer, clip=…)",
         "replica.kind=fsdp": "shards are gathered in one",
+        "replica.shards=2": "shards are gathered in one",
         "trainer.accumulate=2": "for each piece of a batch",
         "trainer.schedule=cosine": "give the experiment a schedule",
     }

@@ -71,6 +71,7 @@ def test_kinds_of_pixels() -> None:
         ("a" * 600_000, "a text of 600,000 characters"),
     ],
 )
+@pytest.mark.slow
 def test_what_cannot_be_shown(value: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(MediaError) as caught:
         encode_media(Run(tmp_path), "x", 1, value)

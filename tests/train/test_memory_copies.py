@@ -19,16 +19,18 @@ import pytest
 import torch
 from worlds import configured, differing, join_gloo_group, spawn_world, wait_until
 
+from echelon.config.schema import ReplicaConfig
 from echelon.parallel.packed_tree import count_tensor_bytes, pack_tree, unpack_tree
 from echelon.parallel.process_group import RankGroup
 from echelon.runs.run_folder import Run
 from echelon.snapshot.memory_snapshot import FlatSnapshot
 from echelon.snapshot.staging_buffer import StagingBuffer
-from echelon.train.memory_copies import KeptLoop, ShardCopies, WholeCopies
+from echelon.train.memory_copies import KeptLoop, ShardCopies, WholeCopies, are_shards_repeated
 from echelon.train.shard_exchange import choose_partner_shift
 from echelon.utils.sockets import list_sockets
 from echelon.world.detect import detect
 
+SHARDED = ReplicaConfig(kind="fsdp")
 WHOLE = torch.arange(12.0).reshape(6, 2)
 
 
@@ -47,6 +49,25 @@ def describe(step: int) -> dict[str, Any]:
 )
 def test_shards_are_kept_on_another_node_if_there_is_one(nodes: str, shift: int) -> None:
     assert choose_partner_shift(list(nodes)) == shift
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shards", "is_repeated"),
+    [
+        ("000", 3, False),
+        ("0000", 2, True),
+        ("0011", 4, False),
+        ("0011", 2, True),
+        ("000111", 2, True),
+        ("000011", 2, True),
+        ("000001", 2, False),
+        ("00000011", 4, False),
+    ],
+)
+def test_replicas_on_several_nodes_need_no_copies_of_each_other(
+    nodes: str, shards: int, is_repeated: bool
+) -> None:
+    assert are_shards_repeated(list(nodes), shards) == is_repeated
 
 
 def test_a_copy_does_not_change_with_the_state(alone: RankGroup) -> None:
@@ -104,7 +125,7 @@ def test_a_flat_snapshot_has_all_of_a_state() -> None:
 def rebuild(lost: list[int], folder: str, rank: int, master: str) -> Any:
     """Copy shards of two steps; then these ranks know nothing any more."""
     group = join_gloo_group(rank, 3, master)
-    copies = ShardCopies(group)
+    copies = ShardCopies(group, SHARDED)
     copies.begin_round(group)
     for step in (4, 8, 9):
         rows = {"echelon.rows": step * WHOLE[2 * rank : 2 * rank + 2], "from": 2 * rank}
@@ -113,7 +134,7 @@ def rebuild(lost: list[int], folder: str, rank: int, master: str) -> Any:
         copies.wait_until_kept(lambda: None)
     assert {name.step for name in copies.list_shards()} == {8, 9}
     copies.leave_round()
-    kept = KeptLoop(ShardCopies(group) if rank in lost else copies)
+    kept = KeptLoop(ShardCopies(group, SHARDED) if rank in lost else copies)
     kept.agree_on_copy(configured(Path(folder), ()), Run(Path(folder)), group)
     group.barrier_before_exit()  # rank 0 hosts the store
     if not kept.has_copy:
@@ -147,7 +168,7 @@ def lose_a_rank(folder: str, rank: int, master: str) -> Any:
     group = join_gloo_group(rank, 3, master)
     torch.distributed.barrier()  # rank 0's store has accepted all connections
     sockets = len(list_sockets())
-    copies = ShardCopies(group)
+    copies = ShardCopies(group, SHARDED)
     copies.begin_round(group)
     for step in (4, 8):
         assert copies.keep(describe(step), {"model": make_rows(rank, 3, step)}, time.monotonic())

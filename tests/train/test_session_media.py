@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import session_loops
 import wandb_files
+from optional_packages import require_package
 from PIL import Image
 from toy_experiments import FEATURES
 from worlds import Trained, metrics, train_world, verb
@@ -21,7 +22,7 @@ tensor_accumulator = pytest.importorskip(
     "tensorboard.backend.event_processing.plugin_event_accumulator"
 )
 """What TensorBoard itself reads with, and the only one that drops texts of before a resume."""
-pytest.importorskip("wandb")
+require_package("wandb")
 pytestmark = pytest.mark.slow
 
 STEPS = (2, 4, 6, 8, 10, 12)

@@ -690,6 +690,7 @@ def test_an_exception_in_a_loader_process_is_shown_once(
     assert len(note) < 250
 
 
+@pytest.mark.slow
 def test_a_loader_process_that_is_killed_is_explained(
     type_command: TypeCommand, tmp_path: Path
 ) -> None:

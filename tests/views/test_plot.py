@@ -263,6 +263,7 @@ def test_a_page_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(data["panels"][0]["lines"][0]["x"]) == 39
 
 
+@pytest.mark.slow
 def test_a_page_stays_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(8):
         make_run(tmp_path / "runs", f"r{number}", lines(5000, every=500))
@@ -300,6 +301,7 @@ def test_the_panels_of_an_image_share_their_x_range(several: Path) -> None:
 
 
 @pytest.mark.usefixtures("several")
+@pytest.mark.slow
 def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert verb(capsys, "plot", "seed-*", "other", "--title", "All")[:2] == (0, "curves.png\n")

@@ -144,6 +144,7 @@ def fill(stranger: Any, name: str, blocks: int) -> None:
     assert stranger.check([name]), "it has all arrived"
 
 
+@pytest.mark.slow
 def test_a_value_that_was_filled_is_not_read(
     store: SealedStore, stranger: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

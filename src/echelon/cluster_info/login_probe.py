@@ -7,10 +7,15 @@ asked once for each section, and a command that hangs is ended.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
+import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+from echelon.config.defaults_files import load_defaults
 from echelon.config.schema import LaunchConfig
 from echelon.config.validate import is_safe_host
 from echelon.errors import EchelonError, ExitCode, Fault, escape_controls
@@ -25,6 +30,7 @@ from echelon.hosts.ssh import (
 )
 
 _ANSWER_TIMEOUT_S = 180.0
+_LOGIN_KEYS = ("launch.login", "launch.ssh")
 _OCTAL_MARK = f"\\{ord(MARK):03o}"
 
 _PRELUDE = r"""
@@ -156,7 +162,11 @@ class LoginNode(NamedTuple):
 
 
 def make_login_node(host: str | None, ssh: str | None) -> LoginNode:
-    """Return the machine to ask; raises an EchelonError for what is no name of a host."""
+    """Return the machine to ask: this one, or HOST; where there is no Slurm here, the default is
+    `launch.login` of echelon.yaml. Raises an EchelonError for what is no name of a host."""
+    if host is None and shutil.which("sbatch") is None:
+        host, default_ssh = _find_default_host(os.environ)
+        ssh = ssh or default_ssh
     if host is not None and not is_safe_host(host):
         raise EchelonError(
             Fault(
@@ -165,6 +175,16 @@ def make_login_node(host: str | None, ssh: str | None) -> LoginNode:
             )
         )
     return LoginNode(host, (ssh or LaunchConfig().ssh).strip())
+
+
+def _find_default_host(env: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """Return `launch.login` and `launch.ssh` of the files of defaults. One that cannot be read is
+    for other commands to complain of: this one may be about to write it anew."""
+    with contextlib.suppress(EchelonError):
+        found = load_defaults(env, [Path()]).launch
+        values = [found[key].value if key in found else None for key in _LOGIN_KEYS]
+        return values[0], values[1]
+    return None, None
 
 
 def build_probe(*, with_setup: bool = False, jobs: Sequence[str] = ()) -> str:

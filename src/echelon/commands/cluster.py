@@ -35,7 +35,12 @@ reason, tried, sooner: [{settings, start, wait_s, …}]}}.
 
 exit codes: 3 there is no Slurm, or it does not answer; 8 the host cannot be reached""",
     )
-    parser.add_argument("host", nargs="?", metavar="HOST", help="a login node, as ssh knows it")
+    parser.add_argument(
+        "host",
+        nargs="?",
+        metavar="HOST",
+        help="a login node, as ssh knows it (default: launch.login, where no Slurm is)",
+    )
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="e.g. launch.nodes=2")
     parser.add_argument("--ssh", metavar="COMMAND", help="e.g. 'ssh -F FILE' (default: ssh)")
     parser.add_argument("--json", action="store_true", help="as JSON")

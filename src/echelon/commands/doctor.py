@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from echelon.commands.arguments import add_dir_argument, make_parser, parse_seconds
 
@@ -69,11 +71,13 @@ links: [{from, to, bytes_per_s}], slowest: host or null}.""",
         "--wait", type=parse_seconds, default=600.0, metavar="S", help="slurm: in the queue (600)"
     )
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--composed", metavar="FILE", help=argparse.SUPPRESS)
     add_dir_argument(parser)
     given = parser.parse_intermixed_args(words)
+    if given.composed:
+        return _check_nodes_for_laptop(given.composed, given.limit, given.wait)
     if given.run and given.overrides:
         parser.error("a run has its own settings: give --run or KEY=VALUE")
-    from echelon.login.remote_commands import refuse_login
     from echelon.preflight.check_nodes import run_node_checks
 
     config = (
@@ -81,12 +85,30 @@ links: [{from, to, bytes_per_s}], slowest: host or null}.""",
         if given.run
         else _compose_train_config(given.overrides)
     )
-    refuse_login(
-        config.launch.login,
-        "`echelon preflight` starts its checks with srun, which this machine does not have",
-        "submit with launch.preflight=true: the job then checks its nodes first",
-    )
+    if config.launch.login is not None:
+        from echelon.login.preflight import run_preflight_by_login
+
+        return run_preflight_by_login(config, given.json, given.limit, given.wait)
     return run_node_checks(config, given.json, given.limit, given.wait)
+
+
+def _check_nodes_for_laptop(file: str, limit_s: float, wait_s: float) -> int:
+    """Check the nodes of a job whose configuration another machine has composed, and print the
+    result as JSON alone: that machine shows it, and gives the exit code."""
+    from echelon.config.schema import build_config
+    from echelon.errors import EchelonError, ExitCode
+    from echelon.preflight.check_nodes import check_nodes
+    from echelon.runs.trusted_code import require_trusted_file
+
+    document: dict[str, Any]
+    try:
+        require_trusted_file(Path(file))
+        config = build_config(json.loads(Path(file).read_text(encoding="utf-8")))
+        document = check_nodes(config, limit_s, wait_s)
+    except EchelonError as error:
+        document = {"faults": [[f.what, f.do] for f in error.faults], "exit": int(error.exit)}
+    print(json.dumps(document))
+    return ExitCode.OK
 
 
 def _compose_train_config(overrides: Sequence[str]) -> Config:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from echelon.commands.arguments import RUN_HELP, add_dir_argument, make_parser, parse_line_count
+
+if TYPE_CHECKING:
+    from echelon.sweep.sweep_folder import SweepFolder
 
 
 def jobs(words: list[str]) -> int:
@@ -198,7 +203,9 @@ def cancel(words: list[str]) -> int:
         "Ask runs to save and end, and not to be queued again, wherever they run, and say what was "
         "done. `echelon resume RUN` goes on later.",
     )
-    parser.add_argument("run", nargs="+", help=f"{RUN_HELP}, or what several were submitted as")
+    parser.add_argument(
+        "run", nargs="+", help=f"{RUN_HELP}, what several were submitted as, or a sweep on Slurm"
+    )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--now", action="store_true", help="kill: the last snapshot stands")
     how.add_argument(
@@ -210,14 +217,38 @@ def cancel(words: list[str]) -> int:
     from echelon.jobs.cancel import cancel_runs, requeue_runs
     from echelon.login.remote_commands import run_there, split_by_place
     from echelon.runs.find import find_runs
+    from echelon.runs.run_folder import Run
 
-    found = [run for name in given.run for run in find_runs(name, given.dir)]
+    sweeps = _find_sweeps(given.run, given.dir)
+    if sweeps and (given.now or given.requeue):
+        parser.error("--now and --requeue are for runs, not for a sweep")
+    found = [r for name in given.run if name not in sweeps for r in find_runs(name, given.dir)]
+    found += [Run(sweep.folder) for sweep in sweeps.values()]
     runs, elsewhere = split_by_place(found)
     options = [f"--{name}" for name in ("now", "requeue") if getattr(given, name)]
     options += ["--dry-run"] * given.dry_run
     code = run_there(elsewhere, lambda folders: ["cancel", *options, *folders])
+    for sweep in sweeps.values():
+        if (run := Run(sweep.folder)) in runs:
+            from echelon.sweep.slurm_workers import cancel_workers
+
+            print(cancel_workers(sweep, given.dry_run))
+            runs.remove(run)
     if not runs:
         return code
     if given.requeue:
         return max(code, requeue_runs(runs, given.dry_run))
     return max(code, cancel_runs(runs, given.now, given.dry_run))
+
+
+def _find_sweeps(names: Sequence[str], root: str) -> dict[str, SweepFolder]:
+    """Return the names that are those of sweeps which search on Slurm, here or on a cluster."""
+    sweeps = {}
+    for name in names:
+        for folder in (Path(name), Path(root) / name):
+            if (folder / "sweep.json").exists():
+                from echelon.sweep.sweep_folder import SweepFolder as Sweep
+
+                sweeps[name] = Sweep(folder.resolve())
+                break
+    return sweeps

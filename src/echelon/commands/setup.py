@@ -69,7 +69,12 @@ reservations, licenses, modules, pythons, containers, folders, settings, file, w
 
 exit codes: 3 there is no Slurm, or it does not answer; 8 the host cannot be reached""",
     )
-    parser.add_argument("host", nargs="?", metavar="HOST", help="a login node, as ssh knows it")
+    parser.add_argument(
+        "host",
+        nargs="?",
+        metavar="HOST",
+        help="a login node, as ssh knows it (default: launch.login, where no Slurm is)",
+    )
     parser.add_argument("--ssh", metavar="COMMAND", help="e.g. 'ssh -F FILE' (default: ssh)")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--file", metavar="FILE", help="(default: echelon.yaml in this folder)")

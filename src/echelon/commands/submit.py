@@ -74,6 +74,10 @@ def submit(words: list[str]) -> int:
         given.requeue,
     )
     defaults = load_project_defaults(request.source or Path())
+    if not given.dry_run:
+        from echelon.login.early import begin_connection
+
+        begin_connection(["launch=slurm", *given.overrides], defaults)
 
     def submit_elsewhere(submission: Submission, request: SubmitRequest) -> int:
         from echelon.login.command_submission import submit_commands_by_login

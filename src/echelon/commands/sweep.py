@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from echelon.commands.arguments import (
     add_dir_argument,
@@ -11,6 +12,11 @@ from echelon.commands.arguments import (
     parse_lease_s,
     parse_positive_int,
 )
+
+if TYPE_CHECKING:
+    from echelon.sweep.plan import SweepPlan
+    from echelon.sweep.run_sweep import SweepOptions as Options
+    from echelon.sweep.sweep_file import SweepFile
 
 
 def sweep(words: list[str]) -> int:
@@ -60,7 +66,7 @@ far go on, the others save and end; strict judges from the first trial on, else 
     parser.add_argument("--slot", default="0", help=argparse.SUPPRESS)
     add_dir_argument(parser)
     given = parser.parse_intermixed_args(words)
-    from echelon.entrypoint import compose_config, start_run
+    from echelon.entrypoint import compose_config, load_project_defaults, start_run
 
     if given.work:
         from echelon.sweep.worker import run_sweep_worker
@@ -81,7 +87,15 @@ far go on, the others save and end; strict judges from the first trial on, else 
         given.wait,
         given.engine,
     )
-    return run_sweep(Path(given.file), given.overrides, wanted, compose_config, start_run)
+
+    def submit_elsewhere(file: SweepFile, plan: SweepPlan, options: Options) -> int:
+        from echelon.login.sweep_submission import run_sweep_by_login
+
+        return run_sweep_by_login(file, plan, options, load_project_defaults(), start_run)
+
+    return run_sweep(
+        Path(given.file), given.overrides, wanted, compose_config, start_run, submit_elsewhere
+    )
 
 
 def sweep_show(words: list[str]) -> int:
@@ -102,6 +116,9 @@ def sweep_show(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     add_dir_argument(parser)
     given = parser.parse_args(words)
+    from echelon.login.listing import refresh_sweep
     from echelon.sweep.run_sweep import show_sweep
+    from echelon.sweep.sweep_folder import find_sweep
 
+    refresh_sweep(find_sweep(given.name, given.dir).folder)
     return show_sweep(given.name, given.dir, given.json, given.all, given.plot)

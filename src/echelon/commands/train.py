@@ -293,6 +293,13 @@ def _require_no_command_elsewhere(run: Run) -> None:
     from echelon.runs.origin import read_origin
 
     origin = read_origin(run)
+    if origin is not None and origin.sweep:
+        raise EchelonError(
+            Fault(
+                f"run {run.name} is a trial of the sweep {origin.sweep} on {origin.host}",
+                "the command that began the sweep continues it, typed again",
+            )
+        )
     if origin is not None and origin.is_command:
         raise EchelonError(
             Fault(

@@ -363,7 +363,12 @@ class ReplicaConfig:
 
     kind: str = "ddp"
     """`ddp`: every process holds the whole model; `fsdp`: the processes share it, each with a shard
-    of every layer."""
+    of every layer (replica.shards: how many of them share one)."""
+    shards: int | None = None
+    """Processes that hold one copy of the model together, each with a shard of every layer (FSDP2's
+    hybrid sharding). It must divide the number of processes. Neighbouring ranks hold a copy, so
+    with 8 GPUs per machine replica.shards=8 shards within each machine and reduces gradients
+    between them. Default: all processes with replica.kind=fsdp, otherwise 1."""
     devices: int = 1
     """Devices of one process, for a model whose layers are on several: the experiment places them
     (`def experiment(cfg, devices)`), or its layers are split into stages of equal memory."""
@@ -373,6 +378,27 @@ class ReplicaConfig:
     blocks: list[str] = field(default_factory=list)
     """Classes of the layers that are sharded, compiled (fsdp) and checkpointed one by one, e.g.
     [Block]; default: the layers of the longest ModuleList or Sequential."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether several processes hold one copy of the model together."""
+        return self.kind == "fsdp" or (self.shards or 1) > 1
+
+    @property
+    def sharding(self) -> str:
+        """The setting that shards the model, for messages."""
+        return "replica.kind=fsdp" if self.shards is None else f"replica.shards={self.shards}"
+
+    def count_shards(self, world_size: int) -> int:
+        """Return how many ranks hold one copy of the model together; 1: each holds it whole.
+
+        At the start `shards` divides the world (`validate.find_size_faults`). In a later round of
+        another size it is the next larger number that does: a shard then needs no more memory.
+        """
+        if not self.is_sharded:
+            return 1
+        wanted = min(self.shards or world_size, world_size)
+        return next(n for n in range(wanted, world_size + 1) if world_size % n == 0)
 
 
 @dataclass(frozen=True)

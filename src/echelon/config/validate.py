@@ -41,7 +41,7 @@ def find_faults(config: Config) -> list[Fault]:
         *_check_finite(config),
         *_check_choices(config),
         *_check_addresses(config),
-        *_check_fsdp(config),
+        *_check_sharding(config),
         *_check_verification(config),
         *_check_launch(config),
         *_check_container(config),
@@ -50,6 +50,16 @@ def find_faults(config: Config) -> list[Fault]:
         *_check_track(config),
         *_check_notify(config),
     ]
+
+
+def find_size_faults(config: Config, world_size: int) -> list[Fault]:
+    """Return the faults of settings that so many processes cannot have: a global batch with fewer
+    samples, a number of shards that does not divide them."""
+    if config.program:
+        return []
+    batch_size = config.trainer.batch_size
+    checks = (check_min_batch_size(batch_size, world_size), _check_shards(config, world_size))
+    return [fault for fault in checks if fault]
 
 
 def check_min_batch_size(batch_size: int, world_size: int) -> Fault | None:
@@ -64,14 +74,29 @@ def check_min_batch_size(batch_size: int, world_size: int) -> Fault | None:
     )
 
 
-def check_fsdp_min_world_size(config: Config, world_size: int) -> Fault | None:
-    """Return a fault if FSDP would shard over a single process."""
-    if config.replica.kind != "fsdp" or world_size > 1 or config.program:
+def _check_shards(config: Config, world_size: int) -> Fault | None:
+    """Return a fault if the model cannot be sharded over so many processes."""
+    replica = config.replica
+    if not replica.is_sharded:
         return None
-    more = "launch.procs=2" if config.launch.kind != "inline" else "launch=local launch.procs=2"
+    shards = replica.shards or world_size
+    if world_size == 1:
+        count = replica.shards or 2
+        local = "launch=local " if config.launch.kind == "inline" else ""
+        return Fault(
+            f"{replica.sharding} shards one model over processes, but there is only one process",
+            f"start {'two' if count == 2 else count} or more: {local}launch.procs={count}; or "
+            f"leave {replica.sharding} out",
+        )
+    if world_size % shards == 0:
+        return None
+    fitting = [str(n) for n in range(2, world_size + 1) if world_size % n == 0]
+    fewer, more = world_size - world_size % shards, world_size + shards - world_size % shards
     return Fault(
-        "replica.kind=fsdp shards one model over processes, but there is only one process",
-        f"start two or more: {more}; or set replica.kind=ddp",
+        f"replica.shards={shards} does not divide {world_size} processes, and each copy of the "
+        f"model takes {shards} of them",
+        f"set replica.shards to {' or '.join(fitting)}, or start "
+        f"{' or '.join(str(n) for n in (fewer, more) if n)} processes",
     )
 
 
@@ -95,31 +120,37 @@ def check_cpu_support(config: Config) -> list[Fault]:
     return faults
 
 
-def _check_fsdp(config: Config) -> Iterator[Fault]:
-    """Yield faults of settings that FSDP does not support."""
-    if config.replica.kind != "fsdp":
+def _check_sharding(config: Config) -> Iterator[Fault]:
+    """Yield faults of settings that a sharded model does not support."""
+    replica, sharding = config.replica, config.replica.sharding
+    if replica.kind == "fsdp" and replica.shards == 1:
+        yield Fault(
+            "replica.kind=fsdp with replica.shards=1 shards nothing",
+            "leave one of the two out",
+        )
+    if not replica.is_sharded:
         return
     if config.trainer.ema is not None:
         yield Fault(
-            f"trainer.ema={config.trainer.ema}, but replica.kind=fsdp keeps shards of the weights, "
+            f"trainer.ema={config.trainer.ema}, but {sharding} keeps shards of the weights, "
             "which are not averaged",
             "leave one of the two out",
         )
     if config.trainer.capture == "always":
         yield Fault(
-            "trainer.capture=always, but replica.kind=fsdp has no step that can be captured",
+            f"trainer.capture=always, but {sharding} has no step that can be captured",
             "leave one of the two out",
         )
     if config.trainer.channels_last:
         yield Fault(
-            "trainer.channels_last=true, but replica.kind=fsdp cuts filters in the order in which "
+            f"trainer.channels_last=true, but {sharding} cuts filters in the order in which "
             "the experiment makes them",
             "leave one of the two out",
         )
     if config.trainer.unused_parameters and config.trainer.accumulate > 1:
         yield Fault(
             "trainer.unused_parameters=true and trainer.accumulate="
-            f"{config.trainer.accumulate}, but with replica.kind=fsdp torch finds unused "
+            f"{config.trainer.accumulate}, but with {sharding} torch finds unused "
             "parameters only over a whole batch",
             "set trainer.accumulate=1 with a smaller batch or replica.checkpoint=true, or leave "
             "one of the others out",
@@ -132,8 +163,8 @@ def _check_verification(config: Config) -> Iterator[Fault]:
     if steps is None:
         return
     obstacles = []
-    if config.replica.kind == "fsdp":
-        obstacles.append("replica.kind=fsdp leaves no process with the whole model")
+    if config.replica.is_sharded:
+        obstacles.append(f"{config.replica.sharding} leaves no process with the whole model")
     if config.replica.devices > 1:
         obstacles.append(f"replica.devices={config.replica.devices} spreads the model over devices")
     if config.trainer.capture == "always":
@@ -161,6 +192,7 @@ def _check_ranges(config: Config) -> Iterator[Fault]:
         "trainer.profile": (t.profile, 1),
         "trainer.verify_steps": (t.verify_steps, 1),
         "replica.devices": (config.replica.devices, 1),
+        "replica.shards": (config.replica.shards, 1),
         "launch.procs": (launch.procs, 1),
         "launch.threads": (launch.threads, 1),
         "launch.max_restarts": (launch.max_restarts, 0),
@@ -329,26 +361,30 @@ def _check_launch(config: Config) -> Iterator[Fault]:
                 f"mode=srun, but launch={launch.kind} has no srun",
                 "add launch=slurm, or leave the mode out: an agent then starts the processes",
             )
+    elif launch.procs and launch.kind == "local":
+        yield from find_size_faults(config, launch.procs)
     elif launch.procs and (fault := check_min_batch_size(config.trainer.batch_size, launch.procs)):
         yield fault
 
 
 def _check_replica(config: Config) -> Iterator[Fault]:
     """Yield faults of settings that contradict the layout of the model."""
-    devices, launch = config.replica.devices, config.launch
-    if config.replica.blocks and config.replica.kind == "ddp" and not config.replica.checkpoint:
+    replica, launch = config.replica, config.launch
+    devices = replica.devices
+    if replica.blocks and not replica.is_sharded and not replica.checkpoint:
         yield Fault(
-            f"replica.blocks=[{','.join(config.replica.blocks)}] names the layers to shard or to "
+            f"replica.blocks=[{','.join(replica.blocks)}] names the layers to shard or to "
             "checkpoint, but replica.kind=ddp and replica.checkpoint=false do neither",
-            "add replica.kind=fsdp or replica.checkpoint=true, or leave replica.blocks out",
+            "add replica.kind=fsdp, replica.shards or replica.checkpoint=true, or leave "
+            "replica.blocks out",
         )
     if devices <= 1:
         return
-    if config.replica.kind == "fsdp":
+    if replica.is_sharded:
         yield Fault(
-            f"replica.devices={devices}, but replica.kind=fsdp shards layers over processes of one "
-            "device each",
-            "leave replica.devices out, or replica.kind",
+            f"replica.devices={devices}, but {replica.sharding} shards layers over processes of "
+            "one device each",
+            f"leave replica.devices out, or {replica.sharding}",
         )
     if launch.share_devices:
         yield Fault(
@@ -778,8 +814,8 @@ def _check_manual_ranks(config: Config) -> Iterator[Fault]:
                 f"rank={config.rank} is outside of a world of {config.world_size} processes",
                 f"ranks go from 0 to {config.world_size - 1}",
             )
-        elif fault := check_min_batch_size(config.trainer.batch_size, config.world_size):
-            yield fault
+        else:
+            yield from find_size_faults(config, config.world_size)
     elif config.master is not None:
         yield Fault(
             f"master={config.master} is set without rank and world_size",

@@ -54,7 +54,7 @@ class EnvLauncher(Launcher):
         hosts = [machine.host if node == rank else f"node {node}" for node in range(count)]
         return LaunchPlan(
             self.name,
-            place_ranks(hosts, [procs] * count, machine.visible_devices, config.replica.devices),
+            place_ranks(hosts, [procs] * count, machine.visible_devices, config),
             make_thread_variables(config, procs, machine.env)
             | make_network_variables(config, host, machine.env),
             (

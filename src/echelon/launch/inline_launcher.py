@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from echelon.config.schema import Config
-from echelon.config.validate import check_cpu_support, check_fsdp_min_world_size
+from echelon.config.validate import check_cpu_support, find_size_faults
 from echelon.errors import EchelonError, Fault
 from echelon.launch.launcher import (
     Launcher,
     LaunchServices,
-    find_batch_faults,
     require_no_writer,
     warn_of_other_users,
 )
@@ -23,6 +22,7 @@ from echelon.launch.plan import (
     LocalMachine,
     ProbePlan,
     RankPlacement,
+    locate_shard,
     plan_local_probe,
 )
 from echelon.world import detect
@@ -53,14 +53,14 @@ class InlineLauncher(Launcher):
             devices_per_replica=config.replica.devices,
             share_devices=config.launch.share_devices,
         ).world
-        fault = check_fsdp_min_world_size(config, world.size)
         faults = [
-            *([fault] if fault else []),
+            *find_size_faults(config, world.size),
             *([] if machine.visible_devices else check_cpu_support(config)),
         ]
         if faults:
             raise EchelonError(*faults)
-        place = RankPlacement(world.rank, machine.host, world.local_rank, world.devices)
+        where = locate_shard(config, world.rank, world.size)
+        place = RankPlacement(world.rank, machine.host, world.local_rank, world.devices, *where)
         if world.size == 1:
             return LaunchPlan(self.name, (place,), steps=_STEPS_ALONE)
         steps = (
@@ -75,9 +75,9 @@ class InlineLauncher(Launcher):
     def find_config_faults(
         self, config: Config, plan: LaunchPlan, machine: LocalMachine
     ) -> list[Fault]:
-        """Check the batch only. The plan has one place, so the size of the world cannot be read
-        from it; `plan` has already checked what depends on that size."""
-        return find_batch_faults(config, plan)
+        """Check nothing. The plan has one place, so the size of the world cannot be read from it;
+        `plan` has already checked what depends on that size."""
+        return []
 
     def check(self, config: Config, plan: LaunchPlan, services: LaunchServices) -> None:
         """Refuse a run that somebody else writes, before torch is imported, and warn of other

@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from echelon.config.schema import Config
-from echelon.config.validate import check_fsdp_min_world_size, check_min_batch_size
+from echelon.config.validate import find_size_faults
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.launch.plan import (
     LaunchPlan,
@@ -117,7 +117,7 @@ class Launcher(ABC):
     ) -> list[Fault]:
         """Return the faults of settings that contradict the plan, such as a batch smaller than the
         world. A dry run reports them too."""
-        return [*find_batch_faults(config, plan), *find_fsdp_faults(config, plan)]
+        return find_size_faults(config, len(plan.places))
 
     def check_trackers(self, config: Config, plan: LaunchPlan, machine: LocalMachine) -> None:
         """Raise if rank 0 will be started from here and a tracker that was asked for cannot run. In
@@ -255,20 +255,6 @@ def read_launch_secrets(config: Config, dry_run: bool) -> dict[str, str]:
     from echelon.config.defaults_files import read_secrets
 
     return read_secrets(config.launch.secrets)
-
-
-def find_batch_faults(config: Config, plan: LaunchPlan) -> list[Fault]:
-    """Return the fault of a global batch with fewer samples than there are processes."""
-    if config.program:
-        return []
-    fault = check_min_batch_size(config.trainer.batch_size, len(plan.places))
-    return [fault] if fault else []
-
-
-def find_fsdp_faults(config: Config, plan: LaunchPlan) -> list[Fault]:
-    """Return the fault of replica.kind=fsdp with a single process."""
-    fault = check_fsdp_min_world_size(config, len(plan.places))
-    return [fault] if fault else []
 
 
 def require_no_writer(config: Config) -> None:

@@ -46,7 +46,7 @@ class LocalLauncher(Launcher):
         procs = count_local_processes(config, machine.visible_devices)
         return LaunchPlan(
             self.name,
-            place_ranks([machine.host], [procs], machine.visible_devices, config.replica.devices),
+            place_ranks([machine.host], [procs], machine.visible_devices, config),
             make_thread_variables(config, procs, machine.env),
             (
                 *describe_container(config),

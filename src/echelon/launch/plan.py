@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 from echelon.config.schema import Config
 from echelon.config.validate import find_replacement_obstacle
 from echelon.errors import EchelonError
-from echelon.utils.text import join_names
+from echelon.utils.text import format_count, join_names
 from echelon.world import DeviceRule
 from echelon.world.device_fit import find_visible_fit_fault, get_default_process_count
 
@@ -86,6 +86,9 @@ class RankPlacement(NamedTuple):
     host: str
     local_rank: int
     devices: tuple[str, ...]
+    replica: int | None = None
+    """The replica of a sharded model of which it has a shard."""
+    shard: int | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,10 @@ class LaunchPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain values for JSON."""
-        return asdict(self) | {"places": [place._asdict() for place in self.places]}
+        places = [place._asdict() for place in self.places]
+        return asdict(self) | {
+            "places": [{k: v for k, v in place.items() if v is not None} for place in places]
+        }
 
     def print_plan(self, as_json: bool) -> None:
         """Print the plan, as text or as JSON."""
@@ -119,7 +125,9 @@ class LaunchPlan:
 
     def _render_lines(self) -> Iterator[str]:
         yield f"launch={self.launcher}{self._render_shape()}"
-        yield from render_columns([("rank", "host", "local rank", "devices"), *self._render_rows()])
+        is_sharded = self.places[0].shard is not None
+        head = ("rank", "host", "local rank", "devices", *("replica", "shard") * is_sharded)
+        yield from render_columns([head, *self._render_rows()])
         if self.variables:
             yield from ("", "variables:")
             yield from (f"  {key}={value}" for key, value in self.variables.items())
@@ -130,7 +138,12 @@ class LaunchPlan:
                 yield from ("", title, *(f"  {line}" for line in text.splitlines()))
 
     def _render_shape(self) -> str:
-        """Return how many processes on how many devices each, where that is more than one."""
+        """Return how many processes on how many devices each, or in how many replicas of how many
+        shards, where that is more than one."""
+        shards = 1 + max(place.shard or 0 for place in self.places)
+        replicas = len(self.places) // shards  # 0 where the plan has one rank of many
+        if shards > 1 and replicas:
+            return f": {format_count(replicas, 'replica')} × {shards} shards"
         each, count = len(self.places[0].devices), len(self.places)
         kind = "stages" if self.places[0].devices[0].startswith("cpu") else "devices"
         return f": {count} process{'es' * (count > 1)} × {each} {kind}" if each > 1 else ""
@@ -144,6 +157,7 @@ class LaunchPlan:
                     place.host,
                     str(place.local_rank),
                     join_names(place.devices),
+                    *_format_shards([place]),
                 )
                 yield row
             return
@@ -155,12 +169,22 @@ class LaunchPlan:
                 host,
                 _format_span(places[0].local_rank, places[-1].local_rank),
                 devices[0] if devices[0] == devices[-1] else f"{devices[0]} … {devices[-1]}",
+                *_format_shards(places),
             )
 
 
 def _format_span(first: int, last: int) -> str:
     """`3`, or `4–7`."""
     return str(first) if first == last else f"{first}–{last}"
+
+
+def _format_shards(places: Sequence[RankPlacement]) -> list[str]:
+    """Return which shards of which replicas neighbouring ranks have; empty where they have none."""
+    replicas = [place.replica for place in places if place.replica is not None]
+    shards = [place.shard for place in places if place.shard is not None]
+    if not shards:
+        return []
+    return [_format_span(min(n), max(n)) for n in (replicas, shards)]
 
 
 def render_columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
@@ -171,17 +195,28 @@ def render_columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 
 
 def place_ranks(
-    hosts: Sequence[str], procs: Sequence[int], gpus: int, devices_per_replica: int = 1
+    hosts: Sequence[str], procs: Sequence[int], gpus: int, config: Config
 ) -> tuple[RankPlacement, ...]:
     """Return where each rank will be: ranks fill node by node; without GPUs they are on CPUs."""
-    placements: list[RankPlacement] = []
-    rule = DeviceRule(gpus, devices_per_replica)
-    for host, count in zip(hosts, procs, strict=True):
-        for local_rank in range(count):
-            placements.append(
-                RankPlacement(len(placements), host, local_rank, rule.get_device_names(local_rank))
-            )
-    return tuple(placements)
+    rule = DeviceRule(gpus, config.replica.devices)
+    slots = [(host, n) for host, count in zip(hosts, procs, strict=True) for n in range(count)]
+    return tuple(
+        RankPlacement(
+            rank,
+            host,
+            local_rank,
+            rule.get_device_names(local_rank),
+            *locate_shard(config, rank, len(slots)),
+        )
+        for rank, (host, local_rank) in enumerate(slots)
+    )
+
+
+def locate_shard(config: Config, rank: int, world_size: int) -> tuple[int, int] | tuple[()]:
+    """Return the replica of which a rank has a shard, and which shard; empty where the model is not
+    sharded."""
+    shards = config.replica.count_shards(world_size)
+    return () if config.program or shards == 1 else divmod(rank, shards)
 
 
 def describe_idle_devices(config: Config, procs: int, visible_devices: int) -> tuple[str, ...]:
@@ -235,9 +270,11 @@ def describe_program_or_experiment(config: Config) -> str:
     """Return what the processes run: a program or an experiment."""
     if config.program:
         return shlex.join(config.program)
-    shared = ", one model shared out between all ranks (fsdp)"
-    sharded = config.replica.kind == "fsdp"
-    return f"experiment {config.experiment['entry']}{shared * sharded}"
+    entry, replica = config.experiment["entry"], config.replica
+    if not replica.is_sharded:
+        return f"experiment {entry}"
+    whom = "all ranks" if replica.shards is None else f"{replica.shards} ranks each"
+    return f"experiment {entry}, the model shared out between {whom} (fsdp)"
 
 
 def count_local_processes(config: Config, visible_devices: int) -> int:

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.jobs.attach import attach_or_print_hint
 from echelon.jobs.wait import wait_for_runs
 from echelon.login.connection import LoginTarget
+from echelon.login.host.submit_once import JOB_PYTHON
 from echelon.login.refresh import following
 from echelon.login.submission import LoginSubmission, carry_out, plan_by_login
+from echelon.runs.run_folder import Run
 from echelon.submission.plan import Submission, SubmitRequest
 from echelon.utils.text import print_to_stderr
 
@@ -24,15 +30,8 @@ def submit_commands_by_login(
     planned: Submission, request: SubmitRequest, dry_run: bool, as_json: bool, wait: bool
 ) -> int:
     """Submit the commands of a file by the login node; returns the exit code."""
-    _require_offered(planned, request)
+    submission = make_login_submission(planned, request)
     launch = planned.configs[0].launch
-    submission = LoginSubmission(
-        LoginTarget.from_launch(launch, planned.source.folder.name or "project"),
-        planned.configs,
-        planned.source.folder,
-        works_alone=True,
-        uses_environment=request.env != "none",
-    )
     if dry_run:
         plan_by_login(submission, os.environ).print_plan(as_json)
         return ExitCode.OK
@@ -59,8 +58,45 @@ def submit_commands_by_login(
     return ExitCode.OK
 
 
+def submit_one_by_login(
+    planned: Submission, request: SubmitRequest, call: Mapping[str, Any] | None
+) -> Run:
+    """Submit one command, or the call of a function, and return its run as it is here."""
+    submission = make_login_submission(planned, request, call)
+    submission, _ = carry_out(submission, planned.wanted_name if request.name else None)
+    [run] = submission.runs
+    return run
+
+
+def make_login_submission(
+    planned: Submission, request: SubmitRequest, call: Mapping[str, Any] | None = None
+) -> LoginSubmission:
+    """Return what a login node is given to do; raises faults for what is not done there."""
+    _require_offered(planned, request)
+    launch = planned.configs[0].launch
+    configs = planned.configs
+    if call is not None:
+        configs = [replace(each, program=_use_job_python(each.program)) for each in configs]
+    has_agents = any(entry.launch_mode.mode == "wandb" for entry in planned.commands)
+    return LoginSubmission(
+        LoginTarget.from_launch(launch, planned.source.folder.name or "project"),
+        configs,
+        planned.source.folder,
+        works_alone=True,
+        uses_environment=request.env != "none",
+        extra="wandb" if has_agents else "",
+        call=call,
+    )
+
+
+def _use_job_python(program: Sequence[str]) -> list[str]:
+    """Return the words that call a function with this machine's Python replaced by that of the
+    jobs, which may be an older one without -P."""
+    return [JOB_PYTHON if w == sys.executable else w for w in program if w != "-P"]
+
+
 def _require_offered(planned: Submission, request: SubmitRequest) -> None:
-    """Raise a fault for options that mean a folder of this machine, and for wandb's agents."""
+    """Raise a fault for options that mean a folder of this machine."""
     login = planned.configs[0].launch.login
     faults = []
     if request.links:
@@ -76,13 +112,6 @@ def _require_offered(planned: Submission, request: SubmitRequest) -> None:
             Fault(
                 f"{option}: with launch.login the environment is built on {login}, by its key",
                 f"leave {option} out, or name a Python there with launch.python=PATH",
-            )
-        )
-    if any(entry.launch_mode.mode == "wandb" for entry in planned.commands):
-        faults.append(
-            Fault(
-                f"launch.login={login}: `wandb agent` is not submitted from another machine yet",
-                "type `echelon submit` on the login node",
             )
         )
     if faults:

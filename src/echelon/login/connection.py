@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import subprocess
@@ -111,7 +112,7 @@ class LoginConnection:
         digest = compute_package_digest()
         hello = {"root": self.target.remote_dir, "package": digest}
         with self._explaining_loss():
-            self._input.write(read_host_program() + json.dumps(hello).encode() + b"\n")
+            self._input.write(json.dumps(hello).encode() + b"\n")
             self._input.flush()
             self._skip_noise()
             answer = self._read_hello()
@@ -239,6 +240,60 @@ def raise_faults(host: str, message: dict[str, Any]) -> None:
         )
 
 
+_early: dict[tuple[str, str, str | None], subprocess.Popen[bytes]] = {}
+"""Sessions that were begun before they were needed, by host, ssh command and Python."""
+
+
+def connect_early(host: str, ssh: str, python: str | None) -> None:
+    """Begin the session that `open_connection` will take, while this command is busy otherwise.
+
+    Where nobody takes it, it ends with this process.
+    """
+    key = (host, ssh, python)
+    with contextlib.suppress(EchelonError, OSError):
+        if key not in _early:
+            _early[key] = _start_ssh(*key, asks_questions=_has_terminal())
+            atexit.register(_end_early, key)
+
+
+def _end_early(key: tuple[str, str, str | None]) -> None:
+    if (process := _early.pop(key, None)) is not None:
+        process.terminate()  # at a question it gives the terminal back as it was
+        try:
+            process.wait(2)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _has_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def _start_ssh(
+    host: str, ssh: str, python: str | None, *, asks_questions: bool
+) -> subprocess.Popen[bytes]:
+    """Start ssh with the program that answers there."""
+    require_ssh(ssh, "launch.ssh")
+    words = split_ssh_command(ssh, "launch.ssh")
+    process = subprocess.Popen(
+        [
+            *build_ssh_prefix(words, host, asks_questions=asks_questions),
+            make_remote_command(python),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # Ctrl-C is for this process, which may still have something to say to the other side.
+        start_new_session=not asks_questions,
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):  # it has ended; whoever waits for its answer hears why
+        process.stdin.write(read_host_program())
+        process.stdin.flush()
+    return process
+
+
 @contextlib.contextmanager
 def open_connection(
     target: LoginTarget, limit_s: float = 0.0, asks_questions: bool | None = None
@@ -248,20 +303,11 @@ def open_connection(
     ssh may ask for a password or a second factor where somebody sits at the terminal; lists never
     ask.
     """
-    require_ssh(target.ssh, "launch.ssh")
-    if asks_questions is None:
-        asks_questions = sys.stdin.isatty() and sys.stderr.isatty()
-    prefix = build_ssh_prefix(
-        split_ssh_command(target.ssh, "launch.ssh"), target.host, asks_questions=asks_questions
-    )
-    process = subprocess.Popen(
-        [*prefix, make_remote_command(target.python)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        # Ctrl-C is for this process, which may still have something to say to the other side.
-        start_new_session=not asks_questions,
-    )
+    key = (target.host, target.ssh, target.python)
+    process = _early.pop(key, None) if asks_questions is None else None
+    if process is None:
+        asks = _has_terminal() if asks_questions is None else asks_questions
+        process = _start_ssh(*key, asks_questions=asks)
     connection = LoginConnection(target, process)
     watchdog = threading.Timer(limit_s, connection.kill, (limit_s,))
     watchdog.daemon = True

@@ -40,6 +40,7 @@ def main() -> None:
             size = json.loads(requests.readline())["size"]
             _unpack(requests.read(size), package)
         (root / "runs").mkdir(exist_ok=True)
+        (root / ".echelon").chmod(0o700)  # code may be private, whatever its own folder was
     except OSError as error:
         _send(answers, {"error": f"{error.strerror or error}", "file": str(error.filename or root)})
         return

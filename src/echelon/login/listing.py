@@ -6,6 +6,7 @@ Every `echelon jobs` comes by here, so what is not needed is not imported.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +34,16 @@ def refresh_named(names: Sequence[str], root: str, with_logs: bool = False) -> N
         with contextlib.suppress(EchelonError):
             runs += find_runs(name, root)
     _refresh([run for run in runs if run.origin_file.exists()], with_logs)
+
+
+def refresh_sweep(folder: Path) -> None:
+    """Bring a sweep and its trials up to date, if it is on a cluster."""
+    if Run(folder).origin_file.exists():
+        from echelon.login.refresh import refresh_runs
+
+        trials = re.compile(re.escape(folder.name) + r"-\d+")
+        changing = list_changing_copies(folder.parent)
+        refresh_runs([Run(folder), *(run for run in changing if trials.fullmatch(run.name))])
 
 
 def _refresh(runs: Sequence[Run], with_logs: bool) -> None:

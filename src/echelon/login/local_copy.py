@@ -7,20 +7,23 @@ date at the same time: what does not fit to the file here any more is left out, 
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from echelon.config.schema import Config
+from echelon.config.schema import Config, build_config
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.login.host.run_files import digest_tail
 from echelon.runs.latest import point_latest_to
 from echelon.runs.origin import CopyState, RunOrigin, read_copy_state, read_origin
 from echelon.runs.run_folder import Run
+from echelon.runs.slurm_queue import SlurmJobState
 from echelon.runs.start_record import record_start_command
 from echelon.runs.status import ACTIVE_STATES, FolderFacts, derive_statuses
+from echelon.sweep.sweep_folder import SweepFolder
 from echelon.utils.files import replace_file
 from echelon.utils.locks import FileLock
 
@@ -43,9 +46,22 @@ class LocalCopy:
         self.state = read_copy_state(run)
         self._lock = FileLock(run.folder / ".origin.lock")
         self._incoming: dict[str, bytearray] = {}
+        self.new_trials: list[Run] = []
+        """Of a sweep: the copies that were begun with what came."""
 
-    def describe_known(self, with_logs: bool) -> dict[str, list[Any]]:
-        """Return what the login node has to know of the files here."""
+    def describe_known(self, with_logs: bool) -> list[Any]:
+        """Return what the login node has to know of the run: its folder there, the files that are
+        here and, of a sweep, the trials."""
+        trials = [run.name for run in self._list_trials()]
+        return [self.origin.folder, self._describe_files(with_logs), trials]
+
+    def _list_trials(self) -> list[Run]:
+        if not self.origin.is_sweep:
+            return []
+        sweep = SweepFolder(self.run.folder)
+        return [run for run in sweep.find_trial_runs() if run.origin_file.exists()]
+
+    def _describe_files(self, with_logs: bool) -> dict[str, list[Any]]:
         known: dict[str, list[Any]] = {}
         for name, signs in self.state.files.items():
             if name.startswith("logs/") and not with_logs:
@@ -60,6 +76,8 @@ class LocalCopy:
         """Carry out what the login node says of this run."""
         if "file" in message:
             self._apply_file(message, data)
+        elif "trial" in message:
+            self._begin_trial(str(message["trial"]), build_config(json.loads(data)))
         elif "gone" in message:
             for name in message["gone"]:
                 path = self._get_path(str(name))
@@ -71,6 +89,26 @@ class LocalCopy:
             )
             if message.get("missing"):
                 self.state = replace(self.state, slurm_error="its folder is not there any more")
+
+    def _begin_trial(self, name: str, config: Config) -> None:
+        """Make the copy of a trial that a worker has begun."""
+        number = name.removeprefix(f"{self.run.name}-")
+        if not self.origin.is_sweep or not number.isdecimal() or name == number:
+            raise self._make_name_error(name)
+        run = SweepFolder(self.run.folder).get_trial_run(int(number))
+        if run.origin_file.exists():
+            return
+        require_free_or_copy(run, self.origin.host)
+        folder = str(PurePosixPath(self.origin.folder).with_name(run.name))
+        origin = replace(
+            self.origin,
+            folder=folder,
+            config=config.to_dict(),
+            is_sweep=False,
+            sweep=self.run.name,
+        )
+        _begin_folder(run, origin, config)
+        self.new_trials.append(run)
 
     def _apply_file(self, message: Mapping[str, Any], data: bytes) -> None:
         name, offset = str(message["file"]), int(message["offset"])
@@ -96,11 +134,17 @@ class LocalCopy:
     def _get_path(self, name: str) -> Path:
         """Return the path of a file here. A login node may write nothing but a run's own files."""
         parts = Path(name).parts
-        if not parts or name.startswith(("/", ".")) or ".." in parts:
-            raise EchelonError(
-                Fault(f"{self.origin.host} sent a file named {name!r}", "look who runs that host")
-            )
+        # Of which login node it is, and by which ssh, is for this machine to say.
+        own = (self.run.origin_file, self.run.start_file, self.run.annotations_file)
+        is_own = name in [file.name for file in own]
+        if not parts or name.startswith(("/", ".")) or ".." in parts or is_own:
+            raise self._make_name_error(name)
         return self.run.folder / name
+
+    def _make_name_error(self, name: str) -> EchelonError:
+        return EchelonError(
+            Fault(f"{self.origin.host} sent a file named {name!r}", "look who runs that host")
+        )
 
     def save(self, unreachable: str = "") -> None:
         """Write how far the copy has come; with `unreachable`, why it could not go on."""
@@ -124,6 +168,9 @@ class LocalCopy:
         self._point_latest()
 
     def _is_over(self) -> bool:
+        if self.origin.is_sweep:  # its workers are; the trials are runs of their own
+            states = [SlurmJobState(*pair[:2]) for pair in self.state.states.values() if pair]
+            return not self.state.slurm_error and not any(state.is_active for state in states)
         [status], error = derive_statuses([FolderFacts.read(self.run)])
         is_over = status.state not in ACTIVE_STATES and not self.state.slurm_error
         return is_over and not error and status.state in _SETTLED_STATES
@@ -145,12 +192,24 @@ class LocalCopy:
 
 def create_copy(run: Run, origin: RunOrigin, config: Config) -> LocalCopy:
     """Make the folder of a run that was submitted, with what is known of it here."""
-    run.logs_folder.mkdir(parents=True, exist_ok=True)
-    run.write_config(config)
+    _begin_folder(run, origin, config)
     record_start_command(run, config)
+    return LocalCopy(run)
+
+
+def create_sweep_copy(sweep: SweepFolder, origin: RunOrigin) -> LocalCopy:
+    """Make a copy of the folder of a sweep, whose file and settings are here already."""
+    run = Run(sweep.folder)
     origin.write(run)
     CopyState(read_copy_state(run).files, {}).write(run)
     return LocalCopy(run)
+
+
+def _begin_folder(run: Run, origin: RunOrigin, config: Config) -> None:
+    run.logs_folder.mkdir(parents=True, exist_ok=True)
+    run.write_config(config)
+    origin.write(run)
+    CopyState(read_copy_state(run).files, {}).write(run)
 
 
 def require_free_or_copy(run: Run, host: str, folder: str | None = None) -> None:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib.util
 import io
+import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import echelon
 _BESIDE = ("packaging", "yaml")
 """Packages in Python alone that planning an environment needs. They lie apart from Echelon: jobs
 have their own."""
+_EXTRA = re.compile(r"""extra\s*==\s*['"]([\w-]+)""")
 _MODULE_NAMES = {"hydra-core": "hydra", "pyyaml": "yaml"}
 
 
@@ -43,25 +45,25 @@ def pack_package() -> bytes:
     return buffer.getvalue()
 
 
-def list_requirements() -> list[str]:
-    """Return what Echelon needs in the environment of a job, as lines of a requirements.txt."""
+def list_requirements(extra: str = "") -> list[str]:
+    """Return what Echelon needs in the environment of a job, as lines of a requirements.txt; with
+    an `extra` of Echelon also what that adds."""
     import importlib.metadata  # not at the top: every list would wait for it
 
     declared = importlib.metadata.requires("echelon") or []
-    return [line.replace(" ", "") if ";" not in line else line for line in _drop_extras(declared)]
+    lines = [line for line in declared if not _EXTRA.search(line)]
+    added = [line for line in declared if (m := _EXTRA.search(line)) and m[1] == extra]
+    lines += [line.partition(";")[0].strip() for line in added]
+    return [line.replace(" ", "") if ";" not in line else line for line in lines]
 
 
-def list_required_modules() -> list[str]:
+def list_required_modules(extra: str = "") -> list[str]:
     """Return the same as the names of modules."""
     from packaging.requirements import Requirement
 
-    needed = [Requirement(line) for line in list_requirements()]
+    needed = [Requirement(line) for line in list_requirements(extra)]
     names = [each.name for each in needed if each.marker is None]
     return [_MODULE_NAMES.get(name.lower(), name) for name in names]
-
-
-def _drop_extras(declared: list[str]) -> Iterator[str]:
-    return (line for line in declared if "extra ==" not in line and "extra==" not in line)
 
 
 def _list_echelon() -> Iterator[tuple[str, Path]]:

@@ -15,6 +15,7 @@ from echelon.login.connection import LoginConnection, LoginTarget, open_connecti
 from echelon.login.local_copy import LocalCopy
 from echelon.runs.origin import list_changing_copies, read_origin
 from echelon.runs.run_folder import Run
+from echelon.utils.os_errors import format_os_error_reason
 from echelon.utils.text import format_time_ago
 
 LIST_LIMIT_S = 20.0
@@ -34,9 +35,10 @@ def refresh_runs(
         try:
             with open_connection(target, limit_s, asks_questions=False) as connection:
                 refresh_copies(connection, copies, with_logs)
-        except EchelonError as error:
-            _mark_unreachable(copies, error)
-            print(f"warning: {_describe_age(copies)}: {error}", file=sys.stderr, flush=True)
+        except (EchelonError, OSError) as error:
+            reason = _describe_error(error)
+            _mark_unreachable(copies, reason)
+            print(f"warning: {_describe_age(copies)}: {reason}", file=sys.stderr, flush=True)
 
 
 def refresh_copies(
@@ -44,7 +46,7 @@ def refresh_copies(
 ) -> None:
     """Bring copies up to date by an open connection."""
     connection.step = "bringing back what the run wrote"
-    known = [[copy.origin.folder, copy.describe_known(with_logs)] for copy in copies]
+    known = [copy.describe_known(with_logs) for copy in copies]
     connection.send({"do": "refresh", "logs": with_logs}, json.dumps(known).encode())
     by_folder = {copy.origin.folder: copy for copy in copies}
     while True:
@@ -54,6 +56,8 @@ def refresh_copies(
         by_folder[str(message["folder"])].apply(message, data)
     for copy in copies:
         copy.save()
+    if trials := [LocalCopy(run) for copy in copies for run in copy.new_trials]:
+        refresh_copies(connection, trials, with_logs)
 
 
 def _group_by_target(runs: Sequence[Run]) -> list[tuple[LoginTarget, list[LocalCopy]]]:
@@ -64,10 +68,19 @@ def _group_by_target(runs: Sequence[Run]) -> list[tuple[LoginTarget, list[LocalC
     return list(groups.items())
 
 
-def _mark_unreachable(copies: Sequence[LocalCopy], error: EchelonError) -> None:
+def _describe_error(error: EchelonError | OSError) -> str:
+    """Return what kept copies from being brought up to date: the node, or the disk of this
+    machine."""
+    if isinstance(error, EchelonError):
+        return error.faults[0].what
+    where = f" ({error.filename})" if error.filename else ""
+    return f"what came cannot be written here{where}: {format_os_error_reason(error)}"
+
+
+def _mark_unreachable(copies: Sequence[LocalCopy], reason: str) -> None:
     for copy in copies:
         with contextlib.suppress(OSError):
-            copy.save(unreachable=error.faults[0].what)
+            copy.save(unreachable=reason)
 
 
 def _describe_age(copies: Sequence[LocalCopy]) -> str:
@@ -144,16 +157,16 @@ class Follower:
                         print(f"{target.host} answers again", file=sys.stderr, flush=True)
                     failures = 0
                     self._receive(connection, target, copies)
-            except EchelonError as error:
+            except (EchelonError, OSError) as error:
                 if self._stopping.is_set():
                     return
                 if time.monotonic() - began > _RETRY_S[-1]:
                     failures = 0
-                _mark_unreachable(copies, error)
+                reason = _describe_error(error)
+                _mark_unreachable(copies, reason)
                 self._first_answer.set()
                 if self._tells and failures == 0:
-                    what = error.faults[0].what
-                    print(f"warning: {what}; trying again", file=sys.stderr, flush=True)
+                    print(f"warning: {reason}; trying again", file=sys.stderr, flush=True)
                 self._stopping.wait(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
                 failures += 1
             finally:
@@ -164,7 +177,7 @@ class Follower:
     ) -> None:
         """Apply what comes, until other runs are wanted."""
         connection.step = "following"
-        known = [[copy.origin.folder, copy.describe_known(self._with_logs)] for copy in copies]
+        known = [copy.describe_known(self._with_logs) for copy in copies]
         request = {"do": "follow", "logs": self._with_logs}
         connection.send(request, json.dumps(known).encode())
         by_folder = {copy.origin.folder: copy for copy in copies}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from echelon.errors import EchelonError, ExitCode, Fault
+from echelon.errors import ExitCode
 from echelon.login.connection import LoginTarget, open_connection
 from echelon.login.local_copy import LocalCopy
 from echelon.login.refresh import refresh_copies
@@ -40,9 +40,3 @@ def run_there(runs: Sequence[Run], make_words: Callable[[list[str]], list[str]])
             worst = max(worst, int(answer["code"]))
             refresh_copies(connection, copies, with_logs=False)
     return worst
-
-
-def refuse_login(login: str | None, what: str, instead: str) -> None:
-    """Raise a fault for what is not offered with `launch.login`."""
-    if login is not None:
-        raise EchelonError(Fault(f"launch.login={login}: {what}", instead))

@@ -84,11 +84,10 @@ def read_manifest(
 
 
 def _describe_file(tree: SourceTree, name: str, digests: _KnownDigests) -> Iterator[list[Any]]:
-    path = tree.folder / name
     with contextlib.suppress(FileNotFoundError):  # gone since it was listed
-        status = path.lstat()
+        status = os.lstat(f"{tree.folder}/{name}")
         if stat.S_ISLNK(status.st_mode):
-            yield [name, "link", _find_link_target(tree.folder, path), 0]
+            yield [name, "link", _find_link_target(tree.folder, tree.folder / name), 0]
             return
         kind = "program" if status.st_mode & stat.S_IXUSR else "file"
         yield [name, kind, digests.get(name, status), status.st_size]

@@ -19,7 +19,7 @@ import secrets
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,6 +35,7 @@ from echelon.login.connection import (
     LoginLostError,
     LoginTarget,
     open_connection,
+    raise_faults,
 )
 from echelon.login.host.source_store import RUNS_FOLDER, STATE_FOLDER
 from echelon.login.local_copy import create_copy, require_free_or_copy
@@ -69,11 +70,23 @@ class LoginSubmission:
     """Whether each is a command that works in a copy of the source of its own."""
     uses_environment: bool = True
     """Whether the environment that the source asks for is built."""
+    extra: str = ""
+    """The extra of Echelon that jobs need, such as `sweep`."""
+    call: Mapping[str, Any] | None = None
+    """Which function the only run calls, and with which arguments (`submission.call_function`)."""
 
     @property
     def needs_echelon(self) -> bool:
-        """Whether jobs run Echelon. Programs that srun itself starts need not even have torch."""
-        return not all(map(is_started_by_srun, self.configs))
+        """Whether jobs run Echelon with the Python of the cluster. Programs that srun itself starts
+        need not even have torch, and containers have a Python of their own."""
+        plain = [config for config in self.configs if not config.launch.container]
+        if not plain:
+            return False
+        return bool(self.extra or self.call) or not all(map(is_started_by_srun, plain))
+
+    def keep_only(self, names: Collection[str]) -> LoginSubmission:
+        """Return the submission of the runs with these names."""
+        return replace(self, configs=[c for c in self.configs if str(c.run.name) in names])
 
     @classmethod
     def from_configs(cls, configs: Sequence[Config]) -> LoginSubmission:
@@ -135,7 +148,8 @@ class LoginSubmission:
     def compute_key(self) -> str:
         """Return what is the same when the same command is typed again: all but generated names."""
         nameless = [replace(c, run=replace(c.run, name=None)).to_dict() for c in self.configs]
-        text = json.dumps([vars(self.target), str(self.source), nameless], sort_keys=True)
+        what = [vars(self.target), str(self.source), nameless, self.call]
+        text = json.dumps(what, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
@@ -223,7 +237,7 @@ def carry_out(
         require_free_or_copy(run, submission.target.host)
     runs_folder = Path(configs[0].run.dir).absolute()
     launch = submission.configs[0].launch
-    secrets_text = _render_secrets(read_launch_secrets(submission.configs[0], False))
+    secrets_text = render_secrets(submission.configs[0])
     manifest = read_manifest(submission.source, runs_folder, os.environ, launch.secrets)
     submission_id = note.write(submission)
     # Whether it is open what became of the id: until the login node has said so.
@@ -233,7 +247,7 @@ def carry_out(
             result = _find_earlier(connection, note.id)
             is_open = result is not None
             if result is None:
-                python = _prepare(connection, submission, manifest)
+                python = prepare_jobs(connection, submission, manifest)
                 is_open = True
                 request = {"do": "submit", "id": submission_id, "digest": manifest.digest}
                 mapped = [
@@ -244,9 +258,10 @@ def carry_out(
                     "configs": mapped,
                     "secrets": secrets_text,
                     "works_alone": submission.works_alone,
+                    "call": submission.call,
                 }
                 try:
-                    result = _submit(connection, request | python, wanted)
+                    result = submit_request(connection, request | python, wanted)
                 except LoginLostError:
                     raise
                 except EchelonError:
@@ -257,15 +272,20 @@ def carry_out(
                     "an earlier command, which did not come to its end, had submitted this",
                     file=sys.stderr,
                 )
+            submission = submission.keep_only([str(run["name"]) for run in result["runs"]])
             _adopt(connection, submission, result)
             is_open = False
     finally:
         if not is_open:
             note.remove()
+    if refused := result.get("refused"):
+        _print_result(submission, result, sys.stdout)
+        print("Slurm has not taken the other runs:", file=sys.stderr, flush=True)
+        raise_faults(submission.target.host, refused)
     return submission, result
 
 
-def _submit(
+def submit_request(
     connection: LoginConnection, request: dict[str, Any], wanted: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Have the login node carry the submission out, and return what it says of the jobs."""
@@ -323,7 +343,7 @@ def adopt_interrupted(root: Path) -> None:
         (root / NOTES_FOLDER).rmdir()
 
 
-def _prepare(
+def prepare_jobs(
     connection: LoginConnection, submission: LoginSubmission, manifest: SourceManifest
 ) -> dict[str, Any]:
     """Send the source and have the Python of the jobs prepared; returns what a submission says of
@@ -339,9 +359,9 @@ def _prepare(
             "digest": manifest.digest,
             "named": launch.python,
             "setup": launch.setup,
-            "requirements": list_requirements() if submission.needs_echelon else [],
-            "modules": list_required_modules() if submission.needs_echelon else [],
-            "environment": submission.uses_environment,
+            "requirements": list_requirements(submission.extra) if submission.needs_echelon else [],
+            "modules": list_required_modules(submission.extra) if submission.needs_echelon else [],
+            "environment": submission.uses_environment and not launch.container,
         }
     )
     while True:
@@ -396,7 +416,9 @@ def _print_result(submission: LoginSubmission, result: Mapping[str, Any], stream
         )
 
 
-def _render_secrets(variables: Mapping[str, str]) -> str:
+def render_secrets(config: Config) -> str:
+    """Return the secrets of a configuration as the lines of the file that jobs read."""
+    variables = read_launch_secrets(config, False)
     return "".join(f"{name}={value}\n" for name, value in variables.items())
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -222,9 +222,12 @@ def _suggest_settings(
         yield from smaller
     if replica.devices > 1:
         yield f"replica.devices={2 * replica.devices} (each holds less of the model)"
-    elif replica.kind != "fsdp" and (on_gpu or world.size > 1):
+    elif not replica.is_sharded and (on_gpu or world.size > 1):
         several = "" if world.size > 1 else " on several GPUs"
         yield f"replica.kind=fsdp{several} (each holds a shard of the model)"
+    elif (shards := replica.count_shards(world.size)) < world.size:
+        more = replace(replica, shards=shards + 1).count_shards(world.size)
+        yield f"replica.shards={more} (each holds a smaller shard of the model)"
     if large_model and not is_evaluating:
         yield from smaller
     if trainer.precision in ("float32", "tf32") and on_gpu:

@@ -29,6 +29,7 @@ from echelon.experiment.definition import Experiment
 from echelon.monitoring.stragglers import OwnTime, RecordStraggler, StragglerMonitor
 from echelon.parallel.model_parallel import get_process_devices
 from echelon.parallel.process_group import RankGroup
+from echelon.snapshot.gpu_copy import read_peak_bytes
 
 if TYPE_CHECKING:
     from echelon.monitoring.flops import FlopsCounter
@@ -256,7 +257,7 @@ class SpeedMonitor:
         """Return the most this process ever used: of its fullest GPU, or of the machine without
         one."""
         if self._on_gpu:
-            return max(torch.cuda.max_memory_allocated(device) for device in self._devices)
+            return max(read_peak_bytes(device) for device in self._devices)
         unit = 1 if sys.platform == "darwin" else 1024
         return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 

@@ -1,10 +1,10 @@
-"""The step of a model that all processes hold together (torch's FSDP2): each has a shard of every
-layer.
+"""The step of a model that several processes hold together (torch's FSDP2): each has a shard of
+every layer.
 
 A block's weights are gathered when it is needed and freed after it; gradients are reduced to where
-their shard lies. torch requires every rank to take part in the same passes, so a rank without a
-sample computes a filler batch of weight zero. What all ranks must know (requests, the loss) takes
-one small all-reduce per step.
+their shard lies, and then over the replicas of the model, if there are several. torch requires
+every rank to take part in the same passes, so a rank without a sample computes a filler batch of
+weight zero. What all ranks must know (requests, the loss) takes one small all-reduce per step.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from echelon.experiment.loss_counts import compute_counted_loss
 from echelon.experiment.optimizer_step import update_weights
 from echelon.experiment.precision import Precision
 from echelon.experiment.trained_parameters import TrainedParameters, format_parameter_names
+from echelon.parallel.layer_blocks import SHARDING
 from echelon.parallel.process_group import broadcast_buffers
 from echelon.parallel.replica import (
     READBACK_STEPS,
@@ -108,9 +109,9 @@ class FSDPReplica:
         if changed:
             raise EchelonError(
                 Fault(
-                    "replica.kind=fsdp, but the experiment froze or thawed "
+                    "the model is sharded, but the experiment froze or thawed "
                     f"{format_parameter_names(self.experiment.model, changed)} during the training",
-                    "freeze them from the beginning, or leave replica.kind=fsdp out",
+                    f"freeze them from the beginning, or leave {SHARDING} out",
                 ),
                 exit=ExitCode.FAILED,
             )
@@ -126,10 +127,10 @@ class FSDPReplica:
             name = type(optimizer).__name__
             raise EchelonError(
                 Fault(
-                    f"replica.kind=fsdp, but the optimizer {name} cannot train shards: "
+                    f"the model is sharded, but the optimizer {name} cannot train shards: "
                     f"{str(error).splitlines()[0]}",
                     "use one that updates every element on its own, such as AdamW or SGD, or leave "
-                    "replica.kind=fsdp out",
+                    f"{SHARDING} out",
                 ),
                 exit=ExitCode.FAILED,
             ) from error
@@ -222,8 +223,8 @@ def explain_weights_outside_model() -> Iterator[None]:
             raise
         raise EchelonError(
             Fault(
-                "replica.kind=fsdp, but the experiment uses weights outside a call of its model, "
-                "where this rank has only a shard of them",
+                "the model is sharded, but the experiment uses weights outside a call of its "
+                "model, where this rank has only a shard of them",
                 "let predict call the model itself, model(…), for all that needs weights",
             ),
             exit=ExitCode.FAILED,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,18 +18,34 @@ from echelon.config.schema import TrainerConfig
 from echelon.errors import EchelonError, Fault
 from echelon.experiment.definition import Experiment
 from echelon.experiment.precision import HALF_DTYPES
+from echelon.parallel.layer_blocks import SHARDING
+
+
+def make_mesh(subgroups: Sequence[dist.ProcessGroup], shards: int, device_type: str) -> DeviceMesh:
+    """Return the mesh of all ranks: of one dimension where they all hold one replica together,
+    otherwise replicas × shards, with the two `subgroups` of this rank
+    (`RankGroup.init_process_group`)."""
+    if not subgroups:
+        return DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), device_type)
+    ranks = torch.arange(dist.get_world_size()).view(-1, shards)
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group(list(subgroups), device_type, ranks, mesh_dim_names=names)
 
 
 def shard_model(
-    experiment: Experiment, blocks: list[nn.Module], device: torch.device, trainer: TrainerConfig
+    experiment: Experiment,
+    blocks: list[nn.Module],
+    device: torch.device,
+    trainer: TrainerConfig,
+    mesh: DeviceMesh,
 ) -> None:
-    """Shards the model in place and lets the optimizer train the shards.
+    """Shards the model in place over the last dimension of the mesh, and lets the optimizer train
+    the shards.
 
     The weights are rank 0's, as with DDP.
     """
     model = experiment.model
     _broadcast_weights(model)
-    mesh = DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), device.type)
     swapper = _OptimizerSharder(experiment.optimizer, mesh)
     # Weights are gathered in the precision they are used in; autocast does the rest, as with DDP.
     # The model's own inputs are not cast either: it may still have to subtract a mean from them.
@@ -112,10 +128,10 @@ def reduce_unused_parameters(module: FSDPModule) -> None:
     if not hasattr(module, "set_reduce_scatter_unused_params"):
         raise EchelonError(
             Fault(
-                "trainer.unused_parameters=true needs torch 2.13 with replica.kind=fsdp, and this "
+                "trainer.unused_parameters=true needs torch 2.13 with a sharded model, and this "
                 f"is torch {torch.__version__}",
                 "leave it out if all processes leave out the same parameters, or leave "
-                "replica.kind=fsdp out",
+                f"{SHARDING} out",
             )
         )
     module.set_reduce_scatter_unused_params(True)
@@ -161,11 +177,13 @@ class _OptimizerSharder:
             return value.to(p.device) if on_device else value
         if value.shape != p.shape:
             whole = value.to(p.device)
-            return DTensor.from_local(whole, self._mesh, [Replicate()], run_check=False)
+            placements = [Replicate()] * self._mesh.ndim
+            return DTensor.from_local(whole, self._mesh, placements, run_check=False)
         # torch shards rows as torch.chunk does: chunks of equal length, of which the last ranks may
         # get a shorter one or none.
-        chunks = value.chunk(self._mesh.size())
-        rank = self._mesh.get_local_rank()
+        shards = self._mesh.ndim - 1
+        chunks = value.chunk(self._mesh.size(shards))
+        rank = self._mesh.get_local_rank(shards)
         rows = chunks[rank] if rank < len(chunks) else value[:0]
         local = rows.to(p.device, copy=True)
         return DTensor.from_local(

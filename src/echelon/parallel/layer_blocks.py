@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from echelon.errors import EchelonError, Fault, suggest_nearest
 from echelon.experiment.sparse_parameters import find_sparse_tables
 
+SHARDING = "replica.kind=fsdp or replica.shards"
+"""The settings that shard a model."""
 _LAYER_LISTS = (nn.ModuleList, nn.Sequential)
 _CONTAINERS_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
 
@@ -114,16 +116,16 @@ def require_shardable(model: nn.Module) -> None:
     """Raises a fault for every part of the model that FSDP cannot shard."""
     faults = [
         Fault(
-            f"replica.kind=fsdp, but {name!r} is a table with sparse gradients",
-            "build it with sparse=False, or leave replica.kind=fsdp out: tables are then exchanged "
-            "by rows",
+            f"the model is to be sharded, but {name!r} is a table with sparse gradients",
+            f"build it with sparse=False, or leave {SHARDING} out: tables are then exchanged by "
+            "rows",
         )
         for name in find_sparse_tables(model)
     ]
     faults += [
         Fault(
-            f"replica.kind=fsdp, but the parameter {name!r} is a single number without a shape, "
-            "which has no rows to shard",
+            f"the model is to be sharded, but the parameter {name!r} is a single number without a "
+            "shape, which has no rows to shard",
             "give it the shape (1,): torch.zeros(1) instead of torch.tensor(0.0)",
         )
         for name, p in model.named_parameters()
@@ -132,7 +134,7 @@ def require_shardable(model: nn.Module) -> None:
     if isinstance(model, _CONTAINERS_WITHOUT_FORWARD) and type(model).forward is nn.Module.forward:
         faults.append(
             Fault(
-                f"replica.kind=fsdp, but the model is a {type(model).__name__}, which has no "
+                f"the model is to be sharded, but it is a {type(model).__name__}, which has no "
                 "forward to gather its weights for",
                 "put it into a module with a forward, and let predict call that",
             )

@@ -181,27 +181,42 @@ class RankGroup:
 
     # --- during training: through the process group ---
 
-    def init_process_group(self, backend: str) -> None:
-        """Opens torch's default process group. A world of one process has none."""
+    def init_process_group(self, backend: str, shards: int = 1) -> list[dist.ProcessGroup]:
+        """Opens torch's default process group. A world of one process has none.
+
+        Where several replicas of `shards` ranks each hold a sharded model, returns two more groups
+        of this rank: the ranks with the same shard of every replica, and those of its replica.
+        """
         if self.store is None:
-            return
+            return []
         timeout = timedelta(seconds=self.timeout_s)
         before = list_sockets()
         # All ranks are here, so connecting takes a moment. A rank that is lost in it would be
         # waited for, as nothing can end that wait.
+        connect_timeout = min(timeout, timedelta(seconds=_CONNECT_TIMEOUT_S))
+        rank, size = self.world.rank, self.world.size
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(f"{self.store.prefix}group", self.store.torch_store),
-            rank=self.world.rank,
-            world_size=self.world.size,
-            timeout=min(timeout, timedelta(seconds=_CONNECT_TIMEOUT_S)),
+            rank=rank,
+            world_size=size,
+            timeout=connect_timeout,
         )
-        dist.distributed_c10d._set_pg_timeout(timeout)
+        first = rank - rank % shards
+        members = [range(rank % shards, size, shards), range(first, first + shards)]
+        subgroups = [
+            dist.new_group(list(ranks), connect_timeout, use_local_synchronization=True)
+            for ranks in members
+            if 1 < shards < size
+        ]
+        for group in (None, *subgroups):
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
         _GROUP_SOCKETS.clear()
         _GROUP_SOCKETS.update({k: v for k, v in list_sockets().items() if before.get(k) != v})
         # gloo keeps a file open for whoever connects, and aborts when it can open no more.
         if not os.environ.get(_LAZY_CONNECTIONS_VARIABLE):
             stop_accepting(_GROUP_SOCKETS)
+        return subgroups
 
     @staticmethod
     def add_connection(number: int) -> None:
@@ -225,7 +240,7 @@ class RankGroup:
             _GROUP_SOCKETS.clear()
             # The destructor waits for threads that may wait for Python's global lock. A group of
             # an earlier round has none at work any more.
-            _LEFT_GROUPS.append(dist.distributed_c10d._get_default_group())
+            _LEFT_GROUPS.append(list(dist.distributed_c10d._world.pg_map))
             dist.destroy_process_group()
             del _LEFT_GROUPS[:-_MAX_LEFT_GROUPS]
 
@@ -341,8 +356,8 @@ def _shut_connections(world: World) -> None:
         shut_socket(number, kept_port=port)
 
 
-_LEFT_GROUPS: list[Any] = []
-"""Process groups that were closed a short time ago."""
+_LEFT_GROUPS: list[list[Any]] = []
+"""Process groups that were closed a short time ago, by round."""
 _MAX_LEFT_GROUPS = 2
 _GROUP_SOCKETS: dict[int, str] = {}
 """Of the open process group: descriptor → what the kernel calls the socket."""

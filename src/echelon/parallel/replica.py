@@ -1,7 +1,7 @@
 """What the two kinds of replicas share: requests and results of a step, microbatches, readback.
 
 A replica is one copy of the model with its training step. `DDPReplica` holds the model whole in
-every process, `FSDPReplica` holds a shard of it in each.
+every process, `FSDPReplica` holds a shard of it in each of several.
 """
 
 from __future__ import annotations

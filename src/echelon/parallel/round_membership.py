@@ -48,6 +48,8 @@ class RoundMembership:
         self._attempt = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self._rounds = RoundStore(store, self._attempt)
         self._replacement_number = int(env.get(REPLACEMENT_NUMBER_VARIABLE, "0"))
+        self._entering = threading.Lock()
+        """Held where the round changes, and where the connections of one are ended."""
         self.slot = world.rank
         self.is_confirmed = False
         """Whether this rank trains, and could go on without another one."""
@@ -71,11 +73,19 @@ class RoundMembership:
 
     def end_round(self) -> None:
         """Say that this rank has made all steps."""
-        self._rounds.count_ended(self.round.number)
+        self._rounds.count_ended(self.round)
 
-    def have_all_ended(self) -> bool:
-        """Return whether all ranks of the current round have made all steps."""
-        return self._rounds.have_all_ended(self.round)
+    def have_all_ended(self, limit_s: float) -> bool:
+        """Return whether all ranks of the current round have made all steps. Where one is still
+        missing, wait, not for ever, until it has or a round without it begins."""
+        deadline = time.monotonic() + limit_s
+        with contextlib.suppress(dist.DistError):  # then another leader follows with a new round
+            while not self._rounds.have_all_ended(self.round):
+                if time.monotonic() > deadline or self._read_newer_round() is not None:
+                    return False
+                time.sleep(_POLL_S)
+            return True
+        return False
 
     def publish_failure(self, failure: Failure) -> None:
         """Publish a failure in the current round, for a rank whose group has no store."""
@@ -95,7 +105,8 @@ class RoundMembership:
         while True:
             newest = self._read_newer_round()
             if newest is not None and self.slot in newest.slots:
-                return self._enter(newest)
+                with contextlib.suppress(dist.DistError, OSError):
+                    return self._enter(newest)
             with contextlib.suppress(dist.DistError, OSError):  # another store follows a lost one
                 if newest is not None:
                     self._use_store_of(newest)
@@ -110,9 +121,13 @@ class RoundMembership:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             newest = self._read_newer_round()
-            if newest is not None:
-                return self._enter(newest) if self.slot in newest.slots else None
+            if newest is not None and self.slot not in newest.slots:
+                return None
             failure = None
+            if newest is not None:
+                # Its store may be lost as well: then one more round follows.
+                with contextlib.suppress(dist.DistError, OSError):
+                    return self._enter(newest)
             with contextlib.suppress(dist.DistError):  # the next round has another store
                 failure = None if group.store is None else read_failure(group.store)
             if failure is not None and failure.summary != SUPERSEDED_ROUND:
@@ -144,7 +159,8 @@ class RoundMembership:
 
     def _enter(self, newest: Round) -> RankGroup:
         self._use_store_of(newest)
-        self.round = newest
+        with self._entering:
+            self.round = newest
         world = newest.place(self.world, self.slot)
         if world.size == 1:
             return RankGroup(world, None, False, self._timeout_s)
@@ -158,12 +174,22 @@ class RoundMembership:
             time.sleep(_WATCH_INTERVAL_S)
             current = self.round.number
             if self._heartbeat.unplanned_round > current:
-                RankGroup.interrupt_process_group()
+                self._interrupt(current)
                 newest = self._read_newer_round()
                 if newest is not None and _normalize_address(newest.store) != self._address:
                     shut_connections_to_port(int(self._address.rpartition(":")[2]))
-                while self.round.number == current:
+                # Again and again: the process group may have been about to open.
+                while self._interrupt(current):
                     time.sleep(_WATCH_INTERVAL_S)
+
+    def _interrupt(self, number: int) -> bool:
+        """End the collectives of a round, and not those of the next; returns whether this rank is
+        still in it."""
+        with self._entering:
+            if self.round.number != number:
+                return False
+            RankGroup.interrupt_process_group()
+            return True
 
 
 def _normalize_address(address: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.config.schema import Config
-from echelon.doctor.verdict import FAIL, find_worst_state
+from echelon.doctor.verdict import FAIL, Verdict, find_worst_state
 from echelon.errors import ExitCode, Fault
 from echelon.hosts.ask import join_last_lines
 from echelon.launch.launcher import Launcher
@@ -58,11 +58,23 @@ def run_node_checks(
     config: Config, as_json: bool = False, limit_s: float = LIMIT_S, wait_s: float = WAIT_S
 ) -> int:
     """Check the nodes of a job and print the verdicts; return the exit code."""
+    return report_node_checks(check_nodes(config, limit_s, wait_s), config.run.name, as_json)
+
+
+def check_nodes(config: Config, limit_s: float = LIMIT_S, wait_s: float = WAIT_S) -> dict[str, Any]:
+    """Check the nodes of a job, and return what ``--json`` prints."""
     observations = observe_nodes(config, os.environ, limit_s, wait_s)
-    verdicts = evaluate_nodes(observations)
-    names = [observations.get_name(node) for node in range(len(observations.node_names))]
-    document = _to_dict(observations, verdicts)
-    record_preflight_results(document, config.run.name, os.environ)
+    return _to_dict(observations, evaluate_nodes(observations))
+
+
+def report_node_checks(document: dict[str, Any], run_name: str | None, as_json: bool) -> int:
+    """Record and print what came of the checks; return the exit code."""
+    record_preflight_results(document, run_name, os.environ)
+    names = [str(node["host"]) for node in document["nodes"]]
+    verdicts = [
+        NodeVerdict(each["node"], Verdict(*(each[key] for key in Verdict._fields)))
+        for each in document["checks"]
+    ]
     if as_json:
         print(json.dumps(document, indent=2))
     else:
@@ -290,7 +302,7 @@ def _run_all_reduce(
     )
 
 
-def _to_dict(observations: NodeObservations, verdicts: Sequence[NodeVerdict]) -> dict[str, object]:
+def _to_dict(observations: NodeObservations, verdicts: Sequence[NodeVerdict]) -> dict[str, Any]:
     """Return the document of ``--json``."""
     name = observations.get_name
     slowest_node = observations.find_slowest_node()

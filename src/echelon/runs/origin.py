@@ -38,6 +38,10 @@ class RunOrigin:
     """The configuration as it was composed here, with the paths of this machine."""
     is_command: bool = False
     """Whether it is a command that was submitted (`echelon submit`)."""
+    is_sweep: bool = False
+    """Whether the folder is that of a sweep, and no run."""
+    sweep: str = ""
+    """The name of the sweep that the run is a trial of."""
 
     def write(self, run: Run) -> None:
         """Write it into the run's folder here."""

@@ -63,6 +63,7 @@ class Run:
 
     @property
     def metrics_file(self) -> Path:
+        """A line for every `trainer.log_steps` steps and for every evaluation."""
         return self.folder / METRICS_FILE
 
     @property
@@ -103,6 +104,7 @@ class Run:
 
     @property
     def snapshots_folder(self) -> Path:
+        """A folder `step-N` for each snapshot, and `best`, a link to the best of them."""
         return self.folder / "snapshots"
 
     @property
@@ -181,9 +183,11 @@ class Run:
 
     @property
     def logs_folder(self) -> Path:
+        """What the processes of the run have printed."""
         return self.folder / "logs"
 
     def get_rank_log_file(self, rank: int) -> Path:
+        """Return the log file of a rank."""
         return self.logs_folder / f"rank-{rank}.log"
 
     def get_node_log_file(self, node: int) -> Path:

@@ -1,12 +1,13 @@
-"""Snapshots of a sharded model: every rank writes its own shards, rank 0 publishes the snapshot.
+"""Snapshots of a sharded model: every rank of the first replica writes its own shards, rank 0
+publishes the snapshot.
 
-1. Rank 0 makes a hidden folder and broadcasts its name. 2. Every rank writes its files there in the
-background, flushes them, and reports sizes and checksums through the store. Collectives are not
-used, because they belong to the training. 3. When all ranks have reported, rank 0 writes the
+1. Rank 0 makes a hidden folder and broadcasts its name. 2. The ranks that write do so there in the
+background, flush their files, and report sizes and checksums through the store. Collectives are not
+used, because they belong to the training. 3. When they all have reported, rank 0 writes the
 manifest and renames the folder. So a kill of any rank at any moment leaves the snapshots that were
 there.
 
-Where the ranks do not share a folder, rank 0 gathers everything and writes alone.
+Where the ranks that write do not share a folder, rank 0 gathers everything and writes alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,17 @@ from echelon.utils.files import flush_to_disk
 _POLL_S = 0.02
 
 
-def is_folder_shared(folder: Path, group: RankGroup) -> bool:
-    """Return whether every rank sees a file in this folder that rank 0 has just written there. A
-    collective."""
+def is_folder_shared(folder: Path, group: RankGroup, writers: int | None = None) -> bool:
+    """Return whether every rank, or every one of the first `writers`, sees a file in this folder
+    that rank 0 has just written there. A collective."""
     rank = group.world.rank
     token_file = folder / f".writing-shared-{os.urandom(8).hex()}"
     if rank == 0:
         with contextlib.suppress(OSError):  # what is wrong there the first save will say
             token_file.write_text("shared\n", encoding="utf-8")
     name = group.broadcast_json(token_file.name)
-    is_visible = torch.tensor([int((folder / name).exists())])
+    is_asked = writers is None or rank < writers
+    is_visible = torch.tensor([int(not is_asked or (folder / name).exists())])
     dist.all_reduce(is_visible, dist.ReduceOp.MIN)
     if rank == 0:
         token_file.unlink(missing_ok=True)
@@ -62,27 +64,31 @@ def is_folder_shared(folder: Path, group: RankGroup) -> bool:
 
 
 def collect_shards(
-    experiment: Experiment, optimizer_flags: OptimizerFlags, group: RankGroup
+    experiment: Experiment, optimizer_flags: OptimizerFlags, group: RankGroup, shards: int
 ) -> dict[str, Any]:
-    """Return the parts of this rank: its rows of every sharded tensor, under names with its
-    rank. A collective; rank 0 also gets the random states of all ranks."""
-    world = group.world
+    """Return the parts that this rank writes: its rows of every sharded tensor, under names with
+    its rank; none beyond the first replica of so many `shards`. A collective; rank 0 also gets the
+    random states of all ranks."""
+    rank = group.world.rank
     rng_rows = group.gather(pack_rng_state(*get_process_devices(group.world)))
     parts = {
-        format_shard_name(name, world.rank, world.size): tree
-        for name, tree in collect_own_shards(experiment, optimizer_flags).items()
+        format_shard_name(name, rank, shards): tree
+        for name, tree in collect_own_shards(experiment, optimizer_flags, shards).items()
+        if rank < shards
     }
     return parts | ({"rng": {"ranks": torch.stack(rng_rows)}} if rng_rows else {})
 
 
-def collect_own_shards(experiment: Experiment, optimizer_flags: OptimizerFlags) -> dict[str, Any]:
+def collect_own_shards(
+    experiment: Experiment, optimizer_flags: OptimizerFlags, shards: int
+) -> dict[str, Any]:
     """Return the parts with this rank's rows of every sharded tensor. A collective."""
-    rank = dist.get_rank()
+    shard = dist.get_rank() % shards
     trees = collect_parts(experiment, optimizer_flags)
-    if rank != 0:  # it need not have the keys of rank 0's, and could not be joined with it
+    if shard != 0:  # it need not have the keys of shard 0, and could not be joined with it
         weights = trees["model"].items()
         trees["model"] = {k: None if is_extra_state(k) else v for k, v in weights}
-    return {name: extract_own_shard(tree, rank) for name, tree in trees.items()}
+    return {name: extract_own_shard(tree, shard) for name, tree in trees.items()}
 
 
 def gather_full_state(
@@ -96,11 +102,15 @@ def gather_full_state(
 
 
 class DistributedSnapshotWriter:
-    """The writers of all ranks, with the methods of SnapshotWriter; only rank 0 returns results."""
+    """The writers of the first `shards` ranks, with the methods of SnapshotWriter; only rank 0
+    returns results."""
 
-    def __init__(self, root: Path, group: RankGroup, writer: SnapshotWriter | None) -> None:
+    def __init__(
+        self, root: Path, group: RankGroup, shards: int, writer: SnapshotWriter | None
+    ) -> None:
         self._root = root
         self._group = group
+        self._shards = shards
         self._writer = writer
         self._staging_buffer = StagingBuffer()
         self._thread: threading.Thread | None = None
@@ -113,7 +123,7 @@ class DistributedSnapshotWriter:
     def save(
         self, step: int, parts: Mapping[str, Any], info: Mapping[str, Any], is_best: bool = False
     ) -> None:
-        """Copy this rank's state and write it in the background. Every rank calls it, at the
+        """Copy what this rank writes and write it in the background. Every rank calls it, at the
         same step."""
         hidden = self._agree_on_folder(step)
         if hidden is None:
@@ -121,7 +131,7 @@ class DistributedSnapshotWriter:
         if self._writer is not None:
             shared_save = ShardedSave(hidden, lambda: self._wait_for_other_ranks(hidden))
             self._writer.save(step, parts, info, is_best, shared_save)
-        else:
+        elif self._group.world.rank < self._shards:
             self._save_own_shards(hidden, parts)
 
     def record_evaluation(self, step: int, info: Mapping[str, Any], is_best: bool) -> None:
@@ -167,18 +177,18 @@ class DistributedSnapshotWriter:
     def _save_own_shards(self, hidden: Path, parts: Mapping[str, Any]) -> None:
         self._join_thread()
         try:
-            staged = self._staging_buffer.copy_state(parts)
+            finish_copy = self._staging_buffer.begin_copy(parts)
         except OSError as error:  # no memory for the copy
             self._report(hidden, {"error": describe_save_error(self._root, error)})
             return
         self._thread = threading.Thread(
-            target=self._write_own_shards, args=(hidden, staged), name=f"save-{hidden.name}"
+            target=self._write_own_shards, args=(hidden, finish_copy), name=f"save-{hidden.name}"
         )
         self._thread.start()
 
-    def _write_own_shards(self, hidden: Path, parts: Mapping[str, Any]) -> None:
+    def _write_own_shards(self, hidden: Path, finish_copy: Callable[[], Mapping[str, Any]]) -> None:
         try:
-            files = write_parts(hidden, parts)
+            files = write_parts(hidden, finish_copy())
             flush_to_disk(hidden)
             report: dict[str, Any] = {name: [e.size_bytes, e.checksum] for name, e in files.items()}
         except OSError as error:
@@ -193,11 +203,11 @@ class DistributedSnapshotWriter:
     # --- rank 0 ---
 
     def _wait_for_other_ranks(self, hidden: Path) -> dict[str, ManifestEntry]:
-        """Return the files of all other ranks once they are on disk. Raises SaveError if a rank
-        could not write or has failed, since it would be waited for for ever."""
+        """Return the files of the other ranks that write once they are on disk. Raises SaveError if
+        one could not write or a rank has failed, since it would be waited for for ever."""
         store = self._group.store
         assert store is not None
-        keys = {rank: _make_store_key(hidden, rank) for rank in range(1, self._group.world.size)}
+        keys = {rank: _make_store_key(hidden, rank) for rank in range(1, self._shards)}
         while not store.check(list(keys.values())):
             if self._group.wait_for_failure(_POLL_S):
                 raise SaveError("another rank failed before it had written its part")

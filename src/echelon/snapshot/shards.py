@@ -1,7 +1,7 @@
 """State of which every rank holds some rows: the shard of one rank, and shards joined again.
 
 The file of a rank holds the whole tree of a part, with the rank's rows in the place of a sharded
-tensor. What is not sharded is in the file of rank 0 alone.
+tensor. What is not sharded is in the file of rank 0 alone. Of several replicas the first is saved.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def group_shard_names(names: Iterable[str]) -> dict[str, list[str]]:
     return parts
 
 
-def extract_own_shard(tree: Any, rank: int) -> Any:
-    """Return the tree with this rank's rows in the place of sharded tensors. A collective: a
-    tensor that is not cut by rows is gathered."""
+def extract_own_shard(tree: Any, shard: int) -> Any:
+    """Return the tree with this rank's rows in the place of sharded tensors; what is not sharded is
+    in shard 0 alone. A collective: a tensor that is not cut by rows is gathered."""
     from torch.distributed.tensor import DTensor
 
     def piece(leaf: Any) -> Any:
@@ -51,20 +51,21 @@ def extract_own_shard(tree: Any, rank: int) -> Any:
             if rows is not None:
                 return {_ROWS_KEY: rows[0], "from": rows[1], "shape": list(leaf.shape)}
             leaf = leaf.full_tensor()
-        return leaf if rank == 0 else None
+        return leaf if shard == 0 else None
 
     return _map_leaves(tree, piece)
 
 
 def get_rows_with_start(tensor: Any) -> tuple[Tensor, int] | None:
     """Return this rank's rows of a sharded tensor and the index of the first; None if it is not
-    cut by rows."""
+    cut by rows. Other dimensions of its mesh are replicas."""
     from torch.distributed.tensor import Shard
 
-    if tuple(tensor.placements) != (Shard(0),):
+    if tensor.placements[-1] != Shard(0):
         return None
     mesh = tensor.device_mesh
-    start, _ = get_row_range(tensor.shape[0], mesh.get_local_rank(), mesh.size())
+    shards = mesh.ndim - 1
+    start, _ = get_row_range(tensor.shape[0], mesh.get_local_rank(shards), mesh.size(shards))
     return tensor.to_local().detach(), start
 
 

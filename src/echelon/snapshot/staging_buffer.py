@@ -1,8 +1,9 @@
 """Memory that a state is copied into, so that training can go on while the copy is written.
 
 The copy keeps what ``torch.save`` keeps (which tensors share a storage, strides, offsets) and makes
-the tree plain: dict, list, tuple, scalars, tensors. One block of memory holds all of it, is kept
-from save to save, and is pinned when the state is on a GPU.
+the tree plain: dict, list, tuple, scalars, tensors. One block of memory holds all of it and is kept
+from save to save. A state on a GPU with spare memory is copied there first (`gpu_copy.py`);
+otherwise the block is pinned, and the training waits for the copy to the host.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from echelon.errors import EchelonError, Fault
+from echelon.snapshot.gpu_copy import StoredTensor, copy_on_gpu
 from echelon.snapshot.manifest import count_cores
 
 _ALIGN_BYTES = 64
@@ -56,6 +59,10 @@ class _StorageSlot:
     def nbytes(self) -> int:
         return self.source.nbytes if self.is_partial else self.source.untyped_storage().nbytes()
 
+    def view_source(self) -> torch.Tensor:
+        """Return what is copied: the one tensor, or all of the storage as a flat tensor."""
+        return self.source if self.is_partial else _view_whole_storage(self.source)
+
 
 @dataclass
 class _StoragePlan:
@@ -71,7 +78,8 @@ class _StoragePlan:
 
 
 class StagingBuffer:
-    """The memory of the copy. What :meth:`copy_state` returns is valid until the next call."""
+    """The memory of the copy. What :meth:`copy_state` and :meth:`begin_copy` return is valid until
+    the next call."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
@@ -90,19 +98,39 @@ class StagingBuffer:
         Raises OSError when there is no memory, EchelonError when a tree holds what a snapshot
         cannot.
         """
+        return self._copy(parts, uses_gpu_memory=False)()
+
+    def begin_copy(self, parts: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+        """Copy these trees so that they may be changed at once, and return a function that returns
+        a plain copy of them. It may wait for a GPU, so it is for another thread.
+
+        Raises what copy_state() raises.
+        """
+        return self._copy(parts, uses_gpu_memory=True)
+
+    def _copy(
+        self, parts: Mapping[str, Any], uses_gpu_memory: bool
+    ) -> Callable[[], dict[str, Any]]:
         plans = {name: _StoragePlan() for name in parts}
         trees = {
             name: _to_plain_tree(tree, plans[name].add_tensor, (name,))
             for name, tree in parts.items()
         }
         slots = [slot for plan in plans.values() for slot in plan.slots.values()]
-        gpus = {slot.source.device for slot in slots if slot.source.is_cuda}
-        self._allocate_slots(slots, pinned=bool(gpus))
-        moves: list[_MemoryMove] = []
-        copies = {id(slot): self._fill_slot(slot, moves) for slot in slots}
-        _run_in_threads(ctypes.memmove, moves, _COPY_THREADS)
-        for gpu in gpus:
-            torch.cuda.current_stream(gpu).synchronize()
+        by_device: dict[torch.device, list[_StorageSlot]] = {}
+        for slot in slots:
+            by_device.setdefault(slot.source.device, []).append(slot)
+        # Side by side, as a copy on a GPU is one block.
+        self._allocate_slots([slot for group in by_device.values() for slot in group])
+        arrivals: list[Callable[[], None]] = []
+        for device, group in by_device.items():
+            is_on_gpu = device.type == "cuda"
+            arrive = self._copy_on_gpu(device, group) if is_on_gpu and uses_gpu_memory else None
+            if arrive is not None:
+                arrivals.append(arrive)
+            else:
+                self._copy_to_host(device, group)
+        copies = {id(slot): self._view_slot(slot) for slot in slots}
 
         def make_copy_lookup(plan: _StoragePlan) -> Callable[[torch.Tensor], torch.Tensor]:
             def get_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,10 +142,17 @@ class StagingBuffer:
 
             return get_copy
 
-        return {
+        copied = {
             name: _to_plain_tree(tree, make_copy_lookup(plans[name]), (name,))
             for name, tree in trees.items()
         }
+
+        def finish() -> dict[str, Any]:
+            while arrivals:
+                arrivals.pop()()
+            return copied
+
+        return finish
 
     def free_memory(self) -> None:
         """Free the memory."""
@@ -126,9 +161,8 @@ class StagingBuffer:
             self._pinned_at = 0
         self._memory = None
 
-    def _allocate_slots(self, slots: list[_StorageSlot], pinned: bool) -> None:
-        """Give every storage a place in the memory, which is grown if needed and pinned if
-        asked."""
+    def _allocate_slots(self, slots: list[_StorageSlot]) -> None:
+        """Give every storage a place in the memory, which is grown if needed."""
         total = 0
         for slot in slots:
             slot.start = total
@@ -137,22 +171,40 @@ class StagingBuffer:
         if self._memory is None or len(self._memory) < total:
             self.free_memory()
             self._memory = allocate_memory(max(total, _ALIGN_BYTES))
-        if pinned and not self._pinned_at:
+
+    def _copy_on_gpu(
+        self, device: torch.device, slots: list[_StorageSlot]
+    ) -> Callable[[], None] | None:
+        """Copy slots within their GPU, and return what brings them into the memory; None if there
+        is no room on the GPU."""
+        assert self._memory is not None
+        first, last = slots[0].start, slots[-1]
+        tensors = [StoredTensor(slot.view_source(), slot.start - first) for slot in slots]
+        copy = copy_on_gpu(device, tensors, last.start + last.nbytes - first)
+        if copy is None:
+            return None
+        return partial(copy.move_to_host, _get_address(self._memory) + first, _move_bytes)
+
+    def _copy_to_host(self, device: torch.device, slots: list[_StorageSlot]) -> None:
+        """Copy slots of one device into the memory, which is pinned for those of a GPU. Plain bytes
+        on the CPU are copied by threads."""
+        assert self._memory is not None
+        if device.type == "cuda" and not self._pinned_at:
             self._pinned_at = _pin_memory(self._memory)
+        moves: list[_MemoryMove] = []
+        for slot in slots:
+            source, flat = slot.view_source(), self._view_slot(slot)
+            if device.type == "cpu" and source.is_contiguous():
+                moves += _split_move(flat.data_ptr(), source.data_ptr(), source.nbytes)
+            else:
+                flat.view(source.shape).copy_(source, non_blocking=source.is_cuda)
+        _run_in_threads(ctypes.memmove, moves, _COPY_THREADS)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
-    def _fill_slot(self, slot: _StorageSlot, moves: list[_MemoryMove]) -> torch.Tensor:
-        """Return the memory of a slot. Plain bytes on the CPU are added to ``moves`` to be
-        copied by threads; everything else is copied here."""
-        source = slot.source if slot.is_partial else _view_whole_storage(slot.source)
-        flat = self._view_slot(slot, source.numel())
-        if source.device.type == "cpu" and source.is_contiguous():
-            moves += _split_move(flat.data_ptr(), source.data_ptr(), source.nbytes)
-        else:
-            flat.view(source.shape).copy_(source, non_blocking=source.is_cuda)
-        return flat
-
-    def _view_slot(self, slot: _StorageSlot, count: int) -> torch.Tensor:
+    def _view_slot(self, slot: _StorageSlot) -> torch.Tensor:
         """Return a storage of its own for each slot: torch.save writes storages whole."""
+        count = slot.view_source().numel()
         if count == 0:
             return torch.empty(0, dtype=slot.source.dtype)
         assert self._memory is not None
@@ -207,6 +259,15 @@ def _run_in_threads(call: Callable[..., Any], moves: list[_MemoryMove], max_thre
         helper.join()
 
 
+def _move_bytes(target: int, source: int, nbytes: int) -> None:
+    """Move bytes from one address to another, in threads."""
+    _run_in_threads(ctypes.memmove, _split_move(target, source, nbytes), _COPY_THREADS)
+
+
+def _get_address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
 def _get_cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
@@ -214,7 +275,7 @@ def _get_cudart() -> Any:
 def _pin_memory(memory: mmap.mmap) -> int:
     """Pin the memory in place, and return its address, or 0 if the system refused: the copy is
     then only slower. torch's own pinned memory would be rounded up to a power of two."""
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    address = _get_address(memory)
     # CUDA would find the pages one by one: for 16 GB, 10 s instead of 4.
     pages = [(at, 0, size) for at, _, size in _split_move(address, 0, len(memory))]
     _run_in_threads(ctypes.memset, pages, _TOUCH_THREADS)

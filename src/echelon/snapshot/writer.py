@@ -87,10 +87,11 @@ class ShardedSave:
 
 @dataclass(frozen=True)
 class _PendingSave:
-    """One save as the background thread needs it: the copied state and what was asked for."""
+    """One save as the background thread needs it: what returns the copied state, and what was
+    asked for."""
 
     step: int
-    parts: Mapping[str, Any]
+    finish_copy: Callable[[], Mapping[str, Any]]
     info: bytes
     is_best: bool
     begun_s: float
@@ -152,7 +153,8 @@ class SnapshotWriter:
     ) -> None:
         """Copy this state and write it in the background; an earlier save is waited for first.
 
-        Returns as soon as the copy is complete, so the caller may change the state at once.
+        Returns as soon as the caller may change the state: when the copy is complete, or made on
+        the GPU, from where the background thread fetches it.
         ``parts`` are trees of tensors and plain values, one file each; ``info`` is JSON.
         """
         self._join_thread()
@@ -160,14 +162,14 @@ class SnapshotWriter:
         _check_names(step, parts)
         text = _encode_info(info)
         try:
-            staged = self._staging_buffer.copy_state(parts)
+            finish_copy = self._staging_buffer.begin_copy(parts)
         except OSError as error:  # no memory for the copy
             self._results.append(
                 self._make_failed_result(step, begun_s, format_os_error_reason(error))
             )
             _abandon_sharded_save(shared_save)
             return
-        draft = _PendingSave(step, staged, text, is_best, begun_s, shared_save)
+        draft = _PendingSave(step, finish_copy, text, is_best, begun_s, shared_save)
         # Not a daemon: a process that ends by itself finishes the snapshot it began.
         self._thread = threading.Thread(
             target=self._write_in_background, args=(draft,), name=f"save-{step}"
@@ -394,7 +396,7 @@ def _write_snapshot(folder: Path, pending: _PendingSave) -> None:
         # 2. The parts, each flushed to disk when it is written. Also after an error here the other
         #    ranks are waited for: deleting the folder while they write would leave a part of it.
         try:
-            files = write_parts(hidden, pending.parts)
+            files = write_parts(hidden, pending.finish_copy())
         finally:
             files_of_others = pending.shared_save.wait_for_others() if pending.shared_save else {}
         files |= files_of_others

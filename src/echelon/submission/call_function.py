@@ -38,10 +38,9 @@ def is_function_path(text: str) -> bool:
     return _FUNCTION.fullmatch(text) is not None
 
 
-def write_call(run: Run, function: str, args: list[Any], kwargs: dict[str, Any]) -> None:
-    """Write which function the run calls, and with which arguments."""
-    call = {"function": function, "args": args, "kwargs": kwargs}
-    write_json_atomically(run.call_file, call, names_code=True)
+def write_call(run: Run, call: Mapping[str, Any]) -> None:
+    """Write which function the run calls, and with which arguments: `{function, args, kwargs}`."""
+    write_json_atomically(run.call_file, dict(call), names_code=True)
 
 
 def find_json_problem(value: Any, name: str) -> str:

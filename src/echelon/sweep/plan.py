@@ -15,6 +15,7 @@ from echelon.errors import EchelonError, Fault
 from echelon.launch.slurm.dependency import resolve_dependency
 from echelon.runs.metric_direction import guess_best_is
 from echelon.runs.run_folder import Run
+from echelon.sweep.same_sweep import require_same_sweep
 from echelon.sweep.sampling import count_combinations
 from echelon.sweep.search_space import SearchParameter
 from echelon.sweep.sweep_file import METHODS, SweepFile, SweepMetric
@@ -104,18 +105,12 @@ def plan_sweep(
     found.raise_any()
     assert first_config is not None
     assert metric is not None
-    if (login := first_config.launch.login) is not None:
-        raise EchelonError(
-            Fault(
-                f"launch.login={login}: a sweep is not run from another machine yet",
-                "type `echelon sweep` on the login node, or submit a grid of settings as an array "
-                "with `echelon train --multirun`",
-            )
-        )
     launcher = first_config.launch.kind
     settings = replace(settings, metric=asdict(metric), launcher=launcher)
-    _require_same_sweep(sweep, file, settings)
-    return SweepPlan(sweep, settings, resolve_dependency(first_config))
+    require_same_sweep(sweep, file, settings)
+    if first_config.launch.login is None:  # else what it waits for is known there
+        first_config = resolve_dependency(first_config)
+    return SweepPlan(sweep, settings, first_config)
 
 
 def _find_override_faults(file: SweepFile, overrides: Sequence[str]) -> dict[str, Fault]:
@@ -269,50 +264,3 @@ def _choose_example_number(p: SearchParameter) -> float:
     if kind == "log_uniform":
         return math.exp(p.max)
     return p.max if "uniform" in kind else math.exp(p.mu) if kind == "log_normal" else 0.5
-
-
-def _require_same_sweep(sweep: SweepFolder, file: SweepFile, settings: SweepSettings) -> None:
-    """Refuse to continue a sweep as another search; only the number of trials may change."""
-    if Run(sweep.folder).config_file.exists():
-        raise EchelonError(
-            Fault(f"{sweep.folder} is a run, not a sweep", "choose another name with --name")
-        )
-    if not sweep.settings_file.exists():
-        _require_no_trials(sweep)
-        return
-    old_file, old_settings = sweep.read_file(), sweep.read_settings()
-    differs = [
-        key
-        for key in ("method", "metric", "parameters", "early_terminate")
-        if old_file.data.get(key) != file.data.get(key)
-    ]
-    differs += [
-        key
-        for key in ("program", "storage")
-        if getattr(old_settings, key) != getattr(settings, key)
-    ]
-    old_overrides = _select_trial_overrides(old_settings.overrides)
-    differs += sorted(set(old_overrides) ^ set(_select_trial_overrides(settings.overrides)))
-    if differs:
-        raise EchelonError(
-            Fault(
-                f"the sweep {sweep.name} in {sweep.folder} is another one: {', '.join(differs)}",
-                "choose another name with --name",
-            )
-        )
-
-
-def _require_no_trials(sweep: SweepFolder) -> None:
-    """Refuse a new sweep beside runs of these names: a finished one would pass for a trial."""
-    for run in sweep.find_trial_runs():
-        raise EchelonError(
-            Fault(
-                f"{run.folder} is there already, and is not a trial of a new sweep {sweep.name}",
-                "choose another name with --name, or remove such runs",
-            )
-        )
-
-
-def _select_trial_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that decide what trials are; where they run may change."""
-    return [word for word in overrides if not word.startswith(("launch", "track", "notify"))]

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from echelon.errors import EchelonError, ExitCode, Fault
-from echelon.sweep import slurm_workers
+from echelon.runs.run_folder import Run
 from echelon.sweep.display import open_progress, print_report
 from echelon.sweep.located_yaml import load_yaml
 from echelon.sweep.optuna_study import require_optuna
 from echelon.sweep.plan import SweepPlan, plan_sweep
 from echelon.sweep.report import SweepReport, build_report
 from echelon.sweep.search_space import SearchParameter
+from echelon.sweep.slurm_workers import (
+    WorkerArray,
+    check_submittable,
+    find_active_jobs,
+    submit_workers,
+)
 from echelon.sweep.supervisor import supervise_workers
 from echelon.sweep.sweep_file import SweepFile, inspect_sweep
 from echelon.sweep.sweep_folder import SweepFolder, find_sweep
 from echelon.sweep.trial_command import format_override_value
-from echelon.sweep.trial_store import TrialStore
+from echelon.sweep.trial_store import TrialStore, TrialSummary
 from echelon.sweep.worker import Compose
 from echelon.utils.text import format_count
 
 StartRun = Callable[..., int]
+SubmitElsewhere = Callable[[SweepFile, SweepPlan, "SweepOptions"], int]
+_UPDATE_S = 1.0
+_LOOK_EVERY_S = 5.0
 _SHOWN_BANDS = 4
 """So many bands of hyperband are shown; with min_iter there is no last one."""
 
@@ -47,11 +58,17 @@ class SweepOptions(NamedTuple):
 
 
 def run_sweep(
-    path: Path, overrides: Sequence[str], options: SweepOptions, compose: Compose, start: StartRun
+    path: Path,
+    overrides: Sequence[str],
+    options: SweepOptions,
+    compose: Compose,
+    start: StartRun,
+    submit_elsewhere: SubmitElsewhere,
 ) -> int:
     """Run a sweep to its end, or continue it, and return the exit code.
 
     `compose` makes the configuration of a trial, `start` starts one run (for --dry-run).
+    `submit_elsewhere` gives the sweep to the login node that `launch.login` names.
     """
     file, faults = inspect_sweep(load_yaml(path))
     for note in file.notes:
@@ -75,8 +92,12 @@ def run_sweep(
     )
     is_on_slurm = plan.first_config.launch.kind == "slurm" and options.engine == "embedded"
     options = options._replace(parallel=min(options.parallel, plan.settings.run_cap))
+    if plan.first_config.launch.login is not None:
+        return submit_elsewhere(file, plan, options)
+    workers = WorkerArray(plan.sweep, plan.first_config, plan.settings.overrides, options.parallel)
     if options.dry_run:
-        return _print_plan(file, plan, options, start, is_on_slurm)
+        script = workers.render_script() if is_on_slurm else None
+        return print_plan(file, plan, options, start, script)
     if plan.first_config.launch.kind == "env":
         raise EchelonError(
             Fault("launch=env is run on every node, and a sweep is run once", "use launch=ssh")
@@ -102,10 +123,10 @@ def run_sweep(
         )
     require_optuna(options.storage)
     if is_on_slurm:
-        slurm_workers.check_submittable(plan, options.parallel)
+        check_submittable(workers)
     plan.sweep.write_files(plan.settings, path.read_text(encoding="utf-8"))
     if is_on_slurm:
-        return _submit_workers(plan, options)
+        return _submit_workers(workers, options)
     return _run_here(plan, options)
 
 
@@ -116,12 +137,24 @@ def show_sweep(name: str, root: str, as_json: bool, show_all: bool, plot_file: s
 
 
 def read_report(sweep: SweepFolder, with_importance: bool = True) -> SweepReport:
-    """Return the report of a sweep that is searched here, or by wandb's server."""
+    """Return the report of a sweep that is searched here, on a cluster, or by wandb's server."""
     if sweep.server_file.exists():
         from echelon.sweep.wandb.local_report import build_report_from_records
 
         return build_report_from_records(sweep)
+    if not has_study(sweep):
+        return SweepReport(sweep, sweep.read_metric(), sweep.read_settings().run_cap, [], {}, "")
     return build_report(TrialStore(sweep), with_importance)
+
+
+def has_study(sweep: SweepFolder) -> bool:
+    """Return whether there are trials to read. Of a sweep on a cluster the journal is a copy: it
+    must not be begun here before that of the first worker has come."""
+    if not Run(sweep.folder).origin_file.exists():
+        return True
+    with contextlib.suppress(OSError), sweep.journal_file.open("rb") as file:
+        return file.readline().endswith(b"\n")
+    return False
 
 
 def _run_here(plan: SweepPlan, options: SweepOptions) -> int:
@@ -130,15 +163,15 @@ def _run_here(plan: SweepPlan, options: SweepOptions) -> int:
     with open_progress(earlier_trials) as progress:
         code = supervise_workers(plan.sweep, options.parallel, progress.update)
     if code == ExitCode.OK:
-        return _report_outcome(plan.sweep, options.as_json)
+        return report_outcome(plan.sweep, options.as_json)
     print_report(build_report(TrialStore(plan.sweep)), options.as_json)
     print("the same command continues this sweep", file=sys.stderr)
     return code
 
 
-def _report_outcome(sweep: SweepFolder, as_json: bool) -> int:
+def report_outcome(sweep: SweepFolder, as_json: bool) -> int:
     """Print a sweep whose workers have ended by themselves, and return the exit code."""
-    report = build_report(TrialStore(sweep))
+    report = read_report(sweep)
     print_report(report, as_json)
     if report.stop_reason and report.best is None:
         what, do = f"ended: {report.stop_reason}", "fix it and choose another --name"
@@ -150,23 +183,37 @@ def _report_outcome(sweep: SweepFolder, as_json: bool) -> int:
     raise EchelonError(Fault(f"the sweep {sweep.name} {what}", do), exit=ExitCode.FAILED)
 
 
-def _submit_workers(plan: SweepPlan, options: SweepOptions) -> int:
+def _submit_workers(workers: WorkerArray, options: SweepOptions) -> int:
     """Submit an array of workers, and follow it if asked to."""
-    sweep = plan.sweep
+    sweep = workers.sweep
     # This also creates the study, so that no worker waits for another to do it.
     earlier_trials = TrialStore(sweep).summarize_trials()
-    job = slurm_workers.submit_workers(plan, options.parallel)
-    workers = format_count(options.parallel, "worker")
-    print(f"job {job}: {workers} of sweep {sweep.name} in {sweep.folder}")
+    job = submit_workers(workers)
+    counted = format_count(options.parallel, "worker")
+    print(f"job {job}: {counted} of sweep {sweep.name} in {sweep.folder}")
     if not options.wait:
         print(f"  look at it  echelon sweep show {sweep.name}")
         return ExitCode.OK
-    slurm_workers.follow_workers(sweep, earlier_trials)
-    return _report_outcome(sweep, options.as_json)
+    follow_workers(sweep, earlier_trials, lambda: find_active_jobs(sweep) == [])
+    return report_outcome(sweep, options.as_json)
 
 
-def _print_plan(
-    file: SweepFile, plan: SweepPlan, options: SweepOptions, start: StartRun, is_on_slurm: bool
+def follow_workers(
+    sweep: SweepFolder, earlier_trials: Sequence[TrialSummary], are_over: Callable[[], bool]
+) -> None:
+    """Show the progress beyond `earlier_trials` until no worker waits or runs."""
+    store, asked_at, is_over = TrialStore(sweep), time.monotonic(), False
+    with open_progress(earlier_trials) as progress:
+        while not is_over:
+            progress.update(store)
+            time.sleep(_UPDATE_S)
+            if time.monotonic() - asked_at > _LOOK_EVERY_S:
+                asked_at, is_over = time.monotonic(), are_over()
+        progress.update(store)
+
+
+def print_plan(
+    file: SweepFile, plan: SweepPlan, options: SweepOptions, start: StartRun, script: str | None
 ) -> int:
     """Print what would happen: the search, and the script of the workers or the first trial."""
     settings, sweep = plan.settings, plan.sweep
@@ -181,9 +228,7 @@ def _print_plan(
             "parameters": {p.name: p.distribution for p in file.parameters.values()},
             "words": settings.overrides,
             "program": settings.program,
-            "script": slurm_workers.render_worker_script(plan, options.parallel)
-            if is_on_slurm
-            else None,
+            "script": script,
         }
         print(json.dumps(data, indent=2))
         return ExitCode.OK
@@ -199,8 +244,8 @@ def _print_plan(
     width = max(len(name) for name in file.parameters)
     for p in file.parameters.values():
         print(f"  {p.name:<{width}}  {p.distribution} {_describe_range(p)}")
-    if is_on_slurm:
-        print(f"\n{slurm_workers.render_worker_script(plan, options.parallel)}")
+    if script is not None:
+        print(f"\n{script}")
         return ExitCode.OK
     print("\nA trial:")
     return start(plan.first_config, dry_run=True)

@@ -26,7 +26,7 @@ from echelon.runs.writer import release_run_folder
 from echelon.utils.processes import die_with_parent
 
 _ENTRY_POINT = "echelon.entrypoint:start_from_json"
-_PRELOADED_MODULES = ("torch", "torch._dynamo", "echelon.train.worker", "echelon.recipes")
+_PRELOADED_MODULES = ("torch", "echelon.train.worker", "echelon.recipes")
 """Imported once, before the first fork: importing torch takes longer than many a trial."""
 
 

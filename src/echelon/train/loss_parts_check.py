@@ -50,7 +50,8 @@ def check_loss_of_parts(t: Training, batch: Batch | BlockSlice, total: int) -> N
     if total // t.group.world.size < 2:
         return
     t.heartbeat.suspend()
-    is_shared_evenly = total % t.group.world.size == 0 or t.config.replica.kind == "fsdp"
+    size = t.group.world.size
+    is_shared_evenly = total % size == 0 or t.config.replica.count_shards(size) > 1
     watch = nullcontext() if is_shared_evenly else ShapeComparison(total)
     no_trace = leave_no_trace(t.experiment.model, t.group.world, t.device)
     with no_trace, torch.no_grad(), use_eval_mode(t.experiment.model), watch:

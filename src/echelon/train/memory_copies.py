@@ -14,14 +14,14 @@ import math
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from echelon.config.schema import Config
+from echelon.config.schema import Config, ReplicaConfig
 from echelon.parallel.packed_tree import count_tensor_bytes
 from echelon.parallel.process_group import RankGroup
 from echelon.runs.run_folder import Run
@@ -54,9 +54,6 @@ class Obstacle(IntEnum):
 
 class MemoryCopies(ABC):
     """What this rank keeps of the state in its memory, and when the next copy is due."""
-
-    held_states: int
-    """So many times as large as a rank's state is what it keeps."""
 
     is_node_spared = True
     """Whether the others have all of the state when the ranks of one node leave."""
@@ -112,6 +109,11 @@ class MemoryCopies(ABC):
         self._group = group
         self._next_s = -math.inf
 
+    @property
+    @abstractmethod
+    def held_states(self) -> int:
+        """So many times as large as a rank's state is what it keeps."""
+
     @abstractmethod
     def leave_round(self) -> None:
         """End what goes on in the background for a round that is over."""
@@ -141,7 +143,9 @@ class WholeCopies(MemoryCopies):
     """Copies of a state that is the same on every rank: any of them is enough. The memory of the
     last one is used again."""
 
-    held_states = 1
+    @property
+    def held_states(self) -> int:
+        return 1
 
     def __init__(self, group: RankGroup) -> None:
         super().__init__(group)
@@ -174,26 +178,34 @@ class WholeCopies(MemoryCopies):
 
 class ShardCopies(MemoryCopies):
     """Copies of a state of which every rank has a shard: its own, and that of a partner, if it can
-    be on another node. The last two are kept, as a rank may be lost while a copy is made.
+    be on another node. Where there are several replicas of the model, another rank has the same
+    shard already, and nothing is sent. The last two copies are kept, as a rank may be lost while
+    one is made.
 
     At the step boundary a rank copies its shard within its own memory. The exchange with others
     goes on in the background, and the next copy is not begun before it is over on every rank: so
     the older of two copies can be overwritten, as the newer one is whole.
     """
 
-    held_states = 4
-
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: RankGroup, replica: ReplicaConfig) -> None:
         super().__init__(group)
+        self._replica = replica
         self._slots = (ShardSlot(), ShardSlot())
         self._exchange: ShardExchange | None = None
         self._background_s = 0.0
+
+    @property
+    def held_states(self) -> int:
+        """Two copies, and two of the partner's."""
+        return 2 if self._exchange is None else 4
 
     def begin_round(self, group: RankGroup) -> None:
         super().begin_round(group)
         self.leave_round()
         self.is_node_spared = True
-        if group.world.size > 1:
+        size = group.world.size
+        nodes = group.exchange("on its node", str(group.world.node_rank), _MEET_TIMEOUT_S)
+        if size > 1 and not are_shards_repeated(nodes, self._replica.count_shards(size)):
             self._exchange = ShardExchange(group)
             self.is_node_spared = self._exchange.is_node_spared
 
@@ -250,7 +262,8 @@ class ShardCopies(MemoryCopies):
         slot = min(self._slots, key=lambda slot: slot.newest_step)
         slot.shards.clear()
         world = self._group.world
-        name = ShardName(info["step"], info["samples"], world.size, world.rank)
+        shards = self._replica.count_shards(world.size)
+        name = ShardName(info["step"], info["samples"], shards, world.rank % shards)
         try:
             slot.shards[name] = FlatSnapshot.stage(info, parts, slot.staging_buffer)
         except OSError as error:
@@ -271,6 +284,14 @@ class ShardCopies(MemoryCopies):
         for slot in self._slots:
             if slot.newest_step != step:
                 slot.shards.clear()
+
+
+def are_shards_repeated(nodes: Sequence[str], shards: int) -> bool:
+    """Return whether several ranks hold every shard, and on several nodes if there are several,
+    given the node of every rank."""
+    holders = [nodes[shard::shards] for shard in range(shards)]
+    least = min(2, len(set(nodes)))
+    return all(len(ranks) > 1 and len(set(ranks)) >= least for ranks in holders)
 
 
 @dataclass

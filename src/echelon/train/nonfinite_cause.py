@@ -156,7 +156,7 @@ def _restore_good_weights(t: Training) -> str | None:
     """Loads weights that are finite into the model of every rank; returns which, or None where
     there are none, or where ranks cannot compute alone. A collective."""
     model, group = t.experiment.model, t.group
-    if t.config.replica.kind == "fsdp" or _synchronizes_ranks(t):
+    if t.config.replica.count_shards(group.world.size) > 1 or _synchronizes_ranks(t):
         return None
     which = None
     if group.world.rank == 0:

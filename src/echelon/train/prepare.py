@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from echelon.config.schema import Config
@@ -152,8 +153,8 @@ def prepare_training(
     device = devices[0]
 
     # 1. Check what can be checked without computing.
-    if config.replica.kind == "fsdp":
-        _require_no_own_parts(experiment)
+    if config.replica.is_sharded:
+        _require_no_own_parts(experiment, config.replica.sharding)
 
     # 2. Create the speed monitor while the model is still as the user gave it: it counts operations
     #    on a copy, which nothing must have wrapped or sharded.
@@ -166,13 +167,13 @@ def prepare_training(
 
     # 3. Place the model. A sharded model stays where it is: step 11 moves it block by block, as the
     #    whole model need not fit one device.
-    is_sharded = config.replica.kind == "fsdp"
+    shards = config.replica.count_shards(world.size)
     bad_samples = make_bad_sample_list(config, run)
     stages = []
-    if not is_sharded:
+    if shards == 1:
         apply_memory_format(experiment.model, trainer, device, world.rank == 0 and kept is None)
         stages = _place_model(experiment, config, world, is_placed_by_user, bad_samples)
-    blocks = _prepare_blocks(experiment, config)
+    blocks = _prepare_blocks(experiment, config, shards > 1)
 
     # 4. Bring the optimizer's state to the parameters, and note its flags before we change any.
     move_state_to_parameters(experiment.optimizer)
@@ -213,7 +214,9 @@ def prepare_training(
     train_data, eval_data = experiment.train_data, experiment.eval_data
     require_same_data(group, plan, train_data=train_data, eval_data=eval_data)
     group.wait_for_all("given the same data", COMPARE_TIMEOUT_S)
-    group.init_process_group(choose_backend(device, config.launch.share_devices))
+    subgroups = group.init_process_group(
+        choose_backend(device, config.launch.share_devices), shards
+    )
 
     # 8. From here on every rank draws its own random numbers, for dropout and the like.
     seed_all(config.seed + 1 + world.rank)
@@ -261,8 +264,8 @@ def prepare_training(
         training.open_writer()
 
     # 11. Make the replica, which broadcasts rank 0's restored weights.
-    if is_sharded:
-        _shard_training(training, blocks, precision)
+    if shards > 1:
+        _shard_training(training, blocks, precision, subgroups, shards)
     else:
         get_filler_batch = FillerBatch(source, device, transform)
         training.replica = replica = DDPReplica(
@@ -376,23 +379,23 @@ def _require_no_complex_parameters(model: nn.Module) -> None:
         raise EchelonError(*faults)
 
 
-def _require_no_own_parts(experiment: Experiment) -> None:
+def _require_no_own_parts(experiment: Experiment, sharding: str) -> None:
     """Raises a fault for each part that cannot work with shards of a model."""
     faults = []
     if experiment.evaluate is not None:
         faults.append(
             Fault(
-                "the experiment has an evaluate of its own, but with replica.kind=fsdp every rank "
-                "takes part in every forward pass, and the ranks have unequal numbers of batches",
-                "give eval_data and metrics instead, or set replica.kind=ddp",
+                f"the experiment has an evaluate of its own, but with {sharding} every rank takes "
+                "part in every forward pass, and the ranks have unequal numbers of batches",
+                f"give eval_data and metrics instead, or leave {sharding} out",
             )
         )
     if experiment.state:
         faults.append(
             Fault(
-                f"the experiment has state ({', '.join(experiment.state)}), which "
-                "replica.kind=fsdp cannot shard",
-                "leave it out, or set replica.kind=ddp",
+                f"the experiment has state ({', '.join(experiment.state)}), which {sharding} "
+                "cannot shard",
+                f"leave it out, or {sharding}",
             )
         )
     if faults:
@@ -450,10 +453,10 @@ def choose_backend(device: torch.device, share_devices: bool) -> str:
     return "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
 
 
-def _prepare_blocks(experiment: Experiment, config: Config) -> list[nn.Module]:
+def _prepare_blocks(experiment: Experiment, config: Config, is_sharded: bool) -> list[nn.Module]:
     """Return the layers that are sharded or checkpointed one by one, and checkpoint them."""
     choice = config.replica
-    if choice.kind != "fsdp" and not choice.checkpoint:
+    if not is_sharded and not choice.checkpoint:
         return []
     from echelon.parallel.layer_blocks import (
         checkpoint_blocks,
@@ -462,7 +465,7 @@ def _prepare_blocks(experiment: Experiment, config: Config) -> list[nn.Module]:
         require_shardable,
     )
 
-    if choice.kind == "fsdp":
+    if is_sharded:
         require_shardable(experiment.model)
     blocks = find_blocks(experiment.model, choice.blocks)
     if choice.checkpoint:
@@ -471,15 +474,21 @@ def _prepare_blocks(experiment: Experiment, config: Config) -> list[nn.Module]:
     return blocks
 
 
-def _shard_training(t: Training, blocks: list[nn.Module], precision: Precision) -> None:
-    """Shards the model over all ranks, and chooses how its state is saved.
+def _shard_training(
+    t: Training,
+    blocks: list[nn.Module],
+    precision: Precision,
+    subgroups: Sequence[dist.ProcessGroup],
+    shards: int,
+) -> None:
+    """Shards the model over every so many ranks, and chooses how its state is saved.
 
-    Every rank writes its shards where all ranks see the run folder; otherwise rank 0 gathers and
-    writes everything.
+    Every rank of the first replica writes its shards where these ranks see the run folder;
+    otherwise rank 0 gathers and writes everything.
     """
     # Imported here, as torch's FSDP takes a while to import and other runs do not need it.
     from echelon.parallel.fsdp_replica import FSDPReplica, explain_weights_outside_model
-    from echelon.parallel.fsdp_wrap import shard_model
+    from echelon.parallel.fsdp_wrap import make_mesh, shard_model
     from echelon.snapshot.distributed_writer import (
         DistributedSnapshotWriter,
         collect_own_shards,
@@ -499,7 +508,8 @@ def _shard_training(t: Training, blocks: list[nn.Module], precision: Precision) 
 
         for block in blocks:
             block.forward = CompiledFunction(block.forward, t.heartbeat)
-    shard_model(t.experiment, blocks, t.device, trainer)
+    mesh = make_mesh(subgroups, shards, t.device.type)
+    shard_model(t.experiment, blocks, t.device, trainer, mesh)
     get_filler_batch = FillerBatch(t.source, t.device, t.transform)
     t.replica = FSDPReplica(
         t.experiment, world, t.device, trainer, precision, t.heartbeat, get_filler_batch
@@ -508,16 +518,17 @@ def _shard_training(t: Training, blocks: list[nn.Module], precision: Precision) 
         assert evaluator.source is not None
         evaluator.get_filler_batch = FillerBatch(evaluator.source, t.device)
         evaluator.explain_errors = explain_weights_outside_model
-    t.collect_own_parts = collect_own_shards
-    if is_folder_shared(run.snapshots_folder, t.group):
-        t.collect_state = collect_shards
+    t.collect_own_parts = partial(collect_own_shards, shards=shards)
+    if is_folder_shared(run.snapshots_folder, t.group, shards):
+        t.collect_state = partial(collect_shards, shards=shards)
         writer = t.writer if isinstance(t.writer, SnapshotWriter) else None
-        t.writer = DistributedSnapshotWriter(run.snapshots_folder, t.group, writer)
+        t.writer = DistributedSnapshotWriter(run.snapshots_folder, t.group, shards, writer)
     else:
         t.collect_state = gather_full_state
         if world.rank == 0:
             _print_message(
-                f"note: not all ranks see {run.snapshots_folder}, so rank 0 saves for all"
+                f"note: not all ranks that would save see {run.snapshots_folder}, so rank 0 saves "
+                "for all"
             )
 
 
@@ -529,7 +540,10 @@ def _format_opening_line(t: Training, stages: Sequence[StageDescription]) -> str
         kind = "stages" if kind == "cpu" else "devices"
         count = f"{size} processes" if size > 1 else "one process"
         where = f"{count} × {len(t.group.world.devices)} {kind} ({format_stages(stages)})"
-    if t.config.replica.kind == "fsdp":
+    shards = t.config.replica.count_shards(size)
+    if 1 < shards < size:
+        where += f", {size // shards} replicas of {shards} shards each"
+    elif shards > 1:
         where += ", which share the model"
     samples = describe_samples(t.source) or format_count(t.dataset_size, "sample")
     what = f"{samples} in batches of "
@@ -547,6 +561,13 @@ def _find_notes(t: Training) -> Iterator[str]:
             f"note: trainer.batch_size={trainer.batch_size}, but there "
             f"{'is' if t.dataset_size == 1 else 'are'} {format_count(t.dataset_size, 'sample')}: "
             "every step takes all of them"
+        )
+    world = t.group.world
+    shards = t.config.replica.count_shards(world.size)
+    if world.nodes > 1 and 1 < shards <= world.local_size and world.local_size % shards:
+        yield (
+            f"note: {t.config.replica.sharding} does not divide the {world.local_size} processes "
+            "of a machine, so some replicas are on two, and gather weights over the network"
         )
     if trainer.steps is None:
         yield from find_epoch_schedule_notes(

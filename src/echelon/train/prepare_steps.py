@@ -24,6 +24,10 @@ from echelon.train.prepare_session import SESSION_SETTINGS, UsedSettings, prepar
 from echelon.train.step_loop import StepLoop
 from echelon.train.stop_signals import StopSignals
 
+_NO_SHARDS = (
+    "leave it out, or give a loss in the place of step: a step of your own may use its models in "
+    "any order, and shards are gathered in one"
+)
 _STEP_SETTINGS = UsedSettings(
     "an experiment with a step of its own",
     (
@@ -37,8 +41,8 @@ _STEP_SETTINGS = UsedSettings(
         "trainer.schedule": "give the experiment a schedule",
         "trainer.warmup_steps": "give the experiment a schedule",
         "trainer.precision": "compute under torch.autocast in the step",
-        "replica.kind": "leave it out, or give a loss in the place of step: a step of your own "
-        "may use its models in any order, and shards are gathered in one",
+        "replica.kind": _NO_SHARDS,
+        "replica.shards": _NO_SHARDS,
     },
 )
 

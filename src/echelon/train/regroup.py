@@ -70,8 +70,8 @@ def make_copies(config: Config, experiment: Experiment, group: RankGroup) -> Mem
     """Return what keeps the state of a training in memory, where that is needed to go on without a
     rank: for steps of the user's own, models that the ranks hold together, and streams,
     whose position is spread over the ranks. None where the state itself is whole on every rank."""
-    if config.replica.kind == "fsdp":
-        return ShardCopies(group)
+    if config.replica.is_sharded:
+        return ShardCopies(group, config.replica)
     is_needed = experiment.step is not None or find_stream(experiment.train_data) is not None
     return WholeCopies(group) if is_needed else None
 

@@ -8,7 +8,6 @@ without.
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Iterator
 
@@ -18,6 +17,7 @@ from torch import nn
 from echelon.parallel.model_parallel import get_process_devices
 from echelon.train.evaluate import preserve_state
 from echelon.train.step_boundary import StepBoundary
+from echelon.utils.deferred_dynamo import is_dynamo_imported
 from echelon.world import World
 
 
@@ -53,7 +53,7 @@ def leave_no_trace(
     devices = get_process_devices(world)
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserve_state(model, devices))
-        if "torch._dynamo" in sys.modules:
+        if is_dynamo_imported():
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         # A metric may warn about so few samples; the evaluation proper repeats what matters.
         stack.enter_context(warnings.catch_warnings())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from echelon.config.schema import Config
 from echelon.config.untrusted import apply_trial, parse_wandb_trial, read_wandb_trial
-from echelon.config.validate import check_min_batch_size
+from echelon.config.validate import find_size_faults
 from echelon.errors import EchelonError
 from echelon.experiment.loading import load_function
 from echelon.experiment.settings_declaration import describe_experiment
@@ -35,8 +35,8 @@ def apply_trial_parameters(config: Config, group: RankGroup, env: Mapping[str, s
         parse_wandb_trial(shared_trial),
         _find_user_experiment(str(config.experiment.get("entry"))),
     )
-    if fault := check_min_batch_size(config.trainer.batch_size, group.world.size):
-        raise EchelonError(fault)
+    if faults := find_size_faults(config, group.world.size):
+        raise EchelonError(*faults)
     return config
 
 

@@ -12,7 +12,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -22,11 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.config.schema import Config
-from echelon.config.validate import (
-    check_cpu_support,
-    check_fsdp_min_world_size,
-    check_min_batch_size,
-)
+from echelon.config.validate import check_cpu_support, find_size_faults
 from echelon.data.loader_errors import explain_dead_loader, remove_death_signal
 from echelon.errors import EchelonError, ExitCode, Fault, TransientError
 from echelon.experiment.definition import Experiment
@@ -93,6 +88,7 @@ from echelon.train.session_engine import SessionEngine
 from echelon.train.stack_answers import answer_stack_requests
 from echelon.train.step_boundary import RegroupRequested, TrainingStopped
 from echelon.train.stop_signals import StopSignals
+from echelon.utils.deferred_dynamo import defer_dynamo
 from echelon.utils.processes import count_cores
 from echelon.utils.streams import use_tolerant_streams
 from echelon.world import World, detect
@@ -149,6 +145,7 @@ class RankWorker:
     """The one that this process is now, if it is one."""
 
     def __init__(self, config: Config, has_agent: bool = False) -> None:
+        defer_dynamo()
         self.config = config
         self.has_agent = has_agent
         self.stop = StopSignals()
@@ -300,11 +297,7 @@ class RankWorker:
         """What every kind of training is prepared with."""
         assert self.run is not None
         assert self.group is not None
-        config = self.config
-        if self.group.world.size == 1 and self.rounds is not None:
-            # What is left of a world that has shared a model: this process has all of it.
-            config = replace(config, replica=replace(config.replica, kind="ddp"))
-        return (config, self.run, self.group, self.stop, self.heartbeat, self.output)
+        return (self.config, self.run, self.group, self.stop, self.heartbeat, self.output)
 
     def _prepare_anew(
         self,
@@ -360,7 +353,7 @@ class RankWorker:
         try:
             group.barrier_before_exit()
         except RuntimeError:
-            if self.rounds is None or not self.rounds.have_all_ended():
+            if self.rounds is None or not self.rounds.have_all_ended(_NEXT_ROUND_TIMEOUT_S):
                 raise
         self.has_left_group = True
 
@@ -789,14 +782,11 @@ def _detect_world(config: Config) -> World:
 
 def _require_valid_world(config: Config, world: World) -> None:
     """Raises faults that depend on the world: its size and its devices."""
-    faults = [
-        check_min_batch_size(config.trainer.batch_size, world.size),
-        check_fsdp_min_world_size(config, world.size),
-    ]
+    faults = find_size_faults(config, world.size)
     if world.devices[0].startswith("cpu"):
         faults += check_cpu_support(config)
-    if found := [fault for fault in faults if fault]:
-        raise EchelonError(*found)
+    if faults:
+        raise EchelonError(*faults)
 
 
 def _warn_about_cpu(config: Config, world: World) -> None:

@@ -71,6 +71,8 @@ def get_round_prefix(attempt: int | str, number: int) -> str:
     return f"echelon/{attempt}" if number == 0 else f"echelon/{attempt}.{number}"
 
 
+_ENDED, _SUPERSEDED = "ended", "superseded"
+"""How a round is over, which is said once."""
 SLOW_MACHINE_KEY = "slow machine"
 """Of a round: what its rank 0 has found."""
 
@@ -108,13 +110,27 @@ class RoundStore:
         one."""
         self._store.add(self._get_members_key(number), 1)
 
-    def count_ended(self, number: int) -> None:
+    def count_ended(self, round_: Round) -> None:
         """Note that this rank has made all steps of the training, in this round."""
-        self._store.add(f"{self._prefix}/ended in {number}", 1)
+        if self._store.add(f"{self._prefix}/ended in {round_.number}", 1) >= len(round_.slots):
+            self._settle(round_.number, _ENDED)
+
+    def supersede(self, number: int) -> bool:
+        """Say that the ranks of a round are to go on in another one; returns whether they can, as
+        they have not all ended. Who comes second learns what the first has said: otherwise some
+        ranks would end and others wait for them in a further round."""
+        return self._settle(number, _SUPERSEDED) == _SUPERSEDED
 
     def have_all_ended(self, round_: Round) -> bool:
         """Return whether every rank of a round has made all steps. None leaves before."""
-        return self._store.add(f"{self._prefix}/ended in {round_.number}", 0) >= len(round_.slots)
+        key = self._get_end_key(round_.number)
+        return self._store.check([key]) and self._store.get(key).decode() == _ENDED
+
+    def _settle(self, number: int, how: str) -> str:
+        return self._store.compare_set(self._get_end_key(number), "", how).decode()
+
+    def _get_end_key(self, number: int) -> str:
+        return f"{self._prefix}/end of {number}"
 
     def is_formed(self, round_: Round) -> bool:
         """Return whether every rank of a round has said so."""

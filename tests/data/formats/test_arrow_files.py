@@ -62,6 +62,7 @@ def refuse(path: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_files_and_streams(tmp_path: Path) -> None:
     write_stream(tmp_path / "a.arrow", make_table(7), 3)
     pa.feather.write_feather(make_table(5, 7), tmp_path / "b.feather", "uncompressed", chunksize=2)

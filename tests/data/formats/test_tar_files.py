@@ -293,6 +293,7 @@ def test_members_across_the_borders_of_reads(
 
 
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.slow
 def test_random_tars_are_those_of_tarfile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

@@ -65,7 +65,7 @@ class KubernetesLauncher(Launcher):
                 [f"pod {index}" for index in range(nodes)],
                 [procs] * nodes,
                 launch.gpu_count,
-                config.replica.devices,
+                config,
             ),
             steps=(
                 "ask the API server whether it would take the objects (kubectl create "

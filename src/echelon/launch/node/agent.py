@@ -592,7 +592,7 @@ class NodeAgent(SimpleElasticAgent):
         newest = replacement.advance(self._lifeline.find_newest_step(), done)
         if newest is not None:
             self._publish_round(newest)
-        elif not self._lost_ranks:
+        elif not any(self._ranks[r] in replacement.round.slots for r in self._lost_ranks):
             self._kill_hung_rank(replacement)
         for worker in group.workers:
             if (

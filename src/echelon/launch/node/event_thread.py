@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import traceback
 from collections.abc import Callable
 
 
@@ -39,10 +40,16 @@ class EventThread:
         self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, callback)
 
     def call_every(self, interval_s: float, callback: Callable[[], bool]) -> None:
-        """Call it now and again and again, as long as it returns True."""
+        """Call it now and again and again, as long as it returns True, or fails: a node whose timer
+        had ended would seem lost to others, and would lose nobody."""
 
         def call() -> None:
-            if callback():
+            goes_on = True
+            try:
+                goes_on = callback()
+            except Exception:
+                traceback.print_exc()
+            if goes_on:
                 self._loop.call_later(interval_s, call)
 
         self._loop.call_soon_threadsafe(call)

@@ -18,6 +18,7 @@ import math
 import socket
 import threading
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
@@ -488,7 +489,16 @@ class Lifeline:
         self._start_election("has resigned", has_resigned=True)
 
     def _start_election(self, how: str, has_resigned: bool = False) -> None:
-        _start_election_thread(lambda: self._elect(how, has_resigned))
+        def elect() -> None:
+            before = self.membership
+            try:
+                self._elect(how, has_resigned)
+            except Exception:  # nobody would lead, and all would wait
+                traceback.print_exc()
+                lost = before.members.get(before.leader) or self._leading_member
+                self._end(make_node_lost_failure(lost, how, []))
+
+        _start_election_thread(elect)
 
     # --- machines that are at fault; see `machine_judge.py` ---
 
@@ -768,7 +778,8 @@ class Lifeline:
 
     def _list_accepting(self, epoch: int) -> set[int]:
         """Return the nodes that have accepted a membership, this one among them."""
-        return {self.own.node, *(n for n, e in self._accepted.items() if e == epoch)}
+        with self._lock:
+            return {self.own.node, *(n for n, e in self._accepted.items() if e == epoch)}
 
     def _follow(self, newer: Membership) -> None:
         """Accept a membership of the leader's, or of a node that is to be the leader."""

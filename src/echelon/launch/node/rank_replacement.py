@@ -243,6 +243,8 @@ class RankReplacement:
             self._formed_number = -1
             known = keeper.current
             slots = {slot for loss in losses for slot in loss.slots}
+            if slots & set(known.slots) and not self._rounds.supersede(known.number):
+                return  # all have made all steps, and miss nobody
             reason = "; ".join(describe_loss(loss.failure) for loss in losses)
             decided = keeper.lose(slots, done_slots, step, reason)
             if decided is None:

@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 
 EXPERIMENT_ENTRYPOINT = "echelon.train.worker:run_worker"
 PROGRAM_ENTRYPOINT = "echelon.launch.node.program:exec_program"
-_PRELOADED_MODULES = ("torch", "torch._dynamo", "echelon.train.worker", "echelon.recipes")
-"""DDP and torch's optimizers import torch._dynamo on first use, in every process."""
+_PRELOADED_MODULES = ("torch", "echelon.train.worker", "echelon.recipes")
 
 _TAKEOVER_LIMIT_S = 10.0
 """How long a node that was cut off waits for a sign that the others go on without it."""
@@ -82,7 +81,7 @@ def run_node(
     with pause_garbage_collection():
         import torch  # noqa: F401  once: what is forked from here shares it
 
-    fork_server = ForkServer(() if config.program else _PRELOADED_MODULES)
+    fork_server = ForkServer(_list_preloaded_modules(config))
     # From here on threads may start; the fork server imports the rest at the same time.
     from echelon.launch.node.key_agreement import agree_on_key
     from echelon.launch.node.rendezvous import host_or_join_store
@@ -108,6 +107,20 @@ def run_node(
             if agreed is not None:
                 agreed.remove_file()
     return code
+
+
+def _list_preloaded_modules(config: Config) -> tuple[str, ...]:
+    """Return what is imported once, and not by every worker."""
+    if config.program:
+        return ()
+    return (*_PRELOADED_MODULES, "torch._dynamo") if uses_dynamo(config) else _PRELOADED_MODULES
+
+
+def uses_dynamo(config: Config) -> bool:
+    """Return whether torch._dynamo itself is needed: torch's FSDP and recomputation ask for more
+    of it than `utils/deferred_dynamo.py` stands in for."""
+    replica = config.replica
+    return config.trainer.compile or replica.kind == "fsdp" or replica.checkpoint
 
 
 class _NodeService:
@@ -197,7 +210,9 @@ class _NodeService:
                 raise  # it came later, and is nobody's loss
             first_rank = self._node.rank * self._node.procs
             failure = failures.make_failure_from_exception(error, first_rank, None)
-            return self._finish_with_failure(self._lifeline.agree_on_failure(0, failure))
+            # Not of one attempt: those before it may have failed by something else.
+            self._lifeline.end_every_attempt(failure)
+            return self._finish_with_failure(self._lifeline.find_failure(0) or failure)
         if result.is_failed():
             assert agent.failure is not None
             code = self._finish_with_failure(agent.failure)
@@ -331,9 +346,11 @@ class _NodeService:
     def _exit_without_others(self, failure: Failure) -> None:
         """End this process when the others are lost. There is nothing to continue with, and the
         main thread may be waiting for them; the workers end with this process."""
-        self._record_unless_others_go_on(failure)
-        self._report_failure(failure)
-        os._exit(failure.exit)
+        try:
+            self._record_unless_others_go_on(failure)
+            self._report_failure(failure)
+        finally:  # the disk may be full, and nobody may read what is printed
+            os._exit(failure.exit)
 
     def _record_unless_others_go_on(self, failure: Failure) -> None:
         """Write the failure into the status. The smaller side of a cut network first waits for a

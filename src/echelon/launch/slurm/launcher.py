@@ -92,7 +92,7 @@ class SlurmLauncher(Launcher):
             each = f"srun starts {tasks} on each of {launch.nodes} nodes"
         return LaunchPlan(
             self.name,
-            place_ranks(nodes, [procs] * launch.nodes, launch.gpu_count, config.replica.devices),
+            place_ranks(nodes, [procs] * launch.nodes, launch.gpu_count, config),
             _plan_variables(config, procs, machine),
             (
                 f"write {run.script_file}",

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from echelon.config.schema import Config
-from echelon.config.validate import check_node_counts
+from echelon.config.validate import check_min_batch_size, check_node_counts, find_size_faults
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.hosts.ssh import require_ssh
 from echelon.launch import network_interface
@@ -21,7 +21,6 @@ from echelon.launch.containers.command import describe_container, pin_runtime
 from echelon.launch.launcher import (
     Launcher,
     LaunchServices,
-    find_batch_faults,
     read_launch_secrets,
     require_no_writer,
     require_preflight,
@@ -98,8 +97,12 @@ class SshLauncher(Launcher):
     def find_config_faults(
         self, config: Config, plan: LaunchPlan, machine: LocalMachine
     ) -> list[Fault]:
-        """Only the batch: the hosts decide later how many processes there will be."""
-        return find_batch_faults(config, plan)
+        """Without their number of processes, hosts are asked before it is known whether shards
+        divide them; then there is at least one on each."""
+        if all(host.procs for host in list_hosts(config.launch)):
+            return super().find_config_faults(config, plan, machine)
+        fault = check_min_batch_size(config.trainer.batch_size, len(plan.places))
+        return [fault] if fault and not config.program else []
 
     def check_trackers(self, config: Config, plan: LaunchPlan, machine: LocalMachine) -> None:
         """Trackers run on the first host, where other packages may be installed."""
@@ -121,6 +124,13 @@ class SshLauncher(Launcher):
         carried = remote_command.select_variables(os.environ, config.launch.carry)
         first_line = remote_command.encode_variables(carried)
         reports = host_check.check_hosts(config, hosts, run, carried)
+        nodes = len(hosts) - config.launch.spares
+        world = sum(
+            host.procs or get_default_process_count(report.devices, config.replica.devices)
+            for host, report in list(zip(hosts, reports, strict=True))[:nodes]
+        )
+        if faults := find_size_faults(config, world):
+            raise EchelonError(*faults)
         separate_hosts = [
             file_transfer.RemoteRunFolder(config.launch, host.name, node, run, first_line)
             for node, (host, report) in enumerate(zip(hosts, reports, strict=True))
@@ -134,12 +144,6 @@ class SshLauncher(Launcher):
         news = start_news(run, config)
         try:
             names = [host.name for host in hosts]
-            devices_per_replica = config.replica.devices
-            nodes = len(hosts) - config.launch.spares
-            world = sum(
-                host.procs or get_default_process_count(r.devices, devices_per_replica)
-                for host, r in list(zip(hosts, reports, strict=True))[:nodes]
-            )
             run.update_status(**make_starting_status("ssh", nodes, world), hosts=names)
             _send_files(run, separate_hosts, code, new)
             keyed = remote_command.encode_variables(carried | {KEY_VARIABLE: make_key()})
@@ -225,15 +229,19 @@ def _place_ranks(config: Config, hosts: list[SshHost]) -> tuple[RankPlacement, .
     if config.program and config.mode == "plain":
         hosts = [host._replace(procs=1) for host in hosts]
     names = [host.name for host in hosts]
-    devices_per_replica = config.replica.devices
-    placements = place_ranks(names, [host.procs or 1 for host in hosts], 0, devices_per_replica)
+    placements = place_ranks(names, [host.procs or 1 for host in hosts], 0, config)
     procs_by_host = {host.name: host.procs for host in hosts}
-    return tuple(
-        place._replace(devices=_name_devices(place.devices, place.local_rank * devices_per_replica))
+    placements = tuple(
+        place._replace(
+            devices=_name_devices(place.devices, place.local_rank * config.replica.devices)
+        )
         if procs_by_host[place.host]
         else place._replace(devices=("every visible",))
         for place in placements
     )
+    if all(procs_by_host.values()):
+        return placements
+    return tuple(place._replace(replica=None, shard=None) for place in placements)
 
 
 def _name_devices(stages: tuple[str, ...], first: int) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, BinaryIO
 
 from echelon.login.frames import MAX_DATA_BYTES, send_frame
 from echelon.login.host.slurm_cache import read_job_states
+from echelon.login.host.sweep_files import is_sweep, read_trial_configs
 from echelon.runs.run_folder import CONFIG_FILE, Run
 from echelon.runs.status import FolderFacts
 
@@ -18,11 +20,15 @@ TAIL_BYTES = 4096
 """How much of the end of a copy is compared before the rest is added to it: a resumed run cuts its
 metrics back to its snapshot."""
 _GROWING_SUFFIXES = (".jsonl", ".log", ".stamps", ".txt")
-_FOLDERS = ("logs", "media")
+_FOLDERS = ("logs", "media", "leases")
 _LARGEST_SMALL_FILE = 16 << 20
 """A larger file at the top of a run's folder is not one of Echelon's records."""
-_NOT_SENT = {"config.json", "start.json", "annotations.json", "archived", "words"}
-"""What the copy has of its own: the settings and the command as they were typed, notes and tags."""
+_NOT_SENT = {
+    *("config.json", "start.json", "annotations.json", "archived", "words", "origin.json"),
+    *("sweep.json", "sweep.yml", "workers.sh"),
+}
+"""What the copy has of its own: the settings and the command as they were typed, notes and tags; of
+a sweep, its file."""
 
 
 def digest_tail(path: Path, size: int) -> str:
@@ -38,8 +44,13 @@ def digest_tail(path: Path, size: int) -> str:
 class SentFiles:
     """The files of one run, as the laptop has them by now."""
 
-    def __init__(self, folder: Path, known: dict[str, list[Any]]) -> None:
+    def __init__(
+        self, folder: Path, known: dict[str, list[Any]], trials: Sequence[str] = ()
+    ) -> None:
         self.run = Run(folder)
+        self.is_sweep = is_sweep(folder)
+        self._trials = set(trials)
+        """Of a sweep: the trials that the laptop has copies of."""
         self._known = known
         """Name → size and time of change when it was sent, its size here and, of a file that grows,
         the digest of its end."""
@@ -69,7 +80,16 @@ class SentFiles:
             for name in gone:
                 del self._known[name]
             send_frame(stream, {"gone": gone, "folder": str(self.run.folder)})
-        return changed or bool(gone)
+        return self._send_trials(stream) or changed or bool(gone)
+
+    def _send_trials(self, stream: BinaryIO) -> bool:
+        """Send the trials of a sweep that are new; they are runs of their own beside it."""
+        configs = read_trial_configs(self.run.folder, self._trials) if self.is_sweep else {}
+        for name, config in configs.items():
+            text = json.dumps(config).encode()
+            send_frame(stream, {"trial": name, "folder": str(self.run.folder)}, text)
+        self._trials |= configs.keys()
+        return bool(configs)
 
     def _list_files(self, folder: str) -> Iterator[tuple[str, tuple[int, int]]]:
         for path in _walk(self.run.folder / folder, bool(folder)):
@@ -130,16 +150,24 @@ def _is_own(folder: Path, name: str) -> bool:
     return name in _NOT_SENT and not (name == CONFIG_FILE and Run(folder).command_file.exists())
 
 
-def send_states(stream: BinaryIO, state_folder: Path, runs: Sequence[Run]) -> None:
-    """Send what Slurm says of the jobs of these runs, and which of them are over."""
-    facts = [FolderFacts.read(run) for run in runs]
+def send_states(stream: BinaryIO, state_folder: Path, files: Sequence[SentFiles]) -> None:
+    """Send what Slurm says of the jobs of these runs and sweeps, and which of them are over."""
+    facts = [FolderFacts.read(each.run) for each in files if not each.is_sweep]
     asked_of = [f.job for f in facts if f.job and f.exit_code is None]
-    answer = read_job_states(state_folder, asked_of)
+    sweeps = {each.run: each.run.read_job_id() for each in files if each.is_sweep}
+    answer = read_job_states(state_folder, [*asked_of, *filter(None, sweeps.values())])
+    for run, job in sweeps.items():
+        states = {k: state for k, state in answer["states"].items() if k.partition("_")[0] == job}
+        error = answer["error"]
+        if not states and _is_newer(run, answer):
+            error = error or _NOT_ASKED
+        frame = {"states": states, "folder": str(run.folder), "error": error}
+        send_frame(stream, frame | {"missing": not run.folder.is_dir()})
     for fact in facts:
         state = answer["states"].get(fact.job)
         error = answer["error"]
-        if fact.job and state is None and fact.exit_code is None and _is_newer(fact, answer):
-            error = error or "it was not asked since the job was submitted"
+        if fact.job and state is None and fact.exit_code is None and _is_newer(fact.run, answer):
+            error = error or _NOT_ASKED
         send_frame(
             stream,
             {
@@ -151,8 +179,11 @@ def send_states(stream: BinaryIO, state_folder: Path, runs: Sequence[Run]) -> No
         )
 
 
-def _is_newer(fact: FolderFacts, answer: dict[str, Any]) -> bool:
+_NOT_ASKED = "it was not asked since the job was submitted"
+
+
+def _is_newer(run: Run, answer: dict[str, Any]) -> bool:
     """Return whether the job may be younger than Slurm's answer."""
     with contextlib.suppress(OSError):
-        return fact.run.job_id_file.stat().st_mtime + 1 > float(answer["asked"])
+        return run.job_id_file.stat().st_mtime + 1 > float(answer["asked"])
     return True

@@ -11,6 +11,7 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any, BinaryIO
 
 from echelon.errors import EchelonError, ExitCode, Fault
 from echelon.login.frames import ConnectionLostError, receive_frame, send_frame
+from echelon.login.host.clean_up import clean_up_sometimes
+from echelon.login.host.job_commands import run_job_command
 from echelon.login.host.job_python import PythonRequest, prepare_job_python
 from echelon.login.host.run_files import SentFiles, send_states
 from echelon.login.host.snapshot_files import send_snapshots
@@ -29,11 +32,21 @@ from echelon.login.host.submit_once import (
     submit_once,
     with_job_python,
 )
+from echelon.login.host.sweep_jobs import SweepSubmission
 from echelon.runs.run_folder import Run
+from echelon.sweep.trial_command import format_override_value
 
 _POLL_S = 0.5
 _STATES_EVERY_S = 5.0
 _COMMAND_LIMIT_S = 300.0
+_STEPS = {
+    "source": "sending the source",
+    "python": "preparing the environment",
+    "submit": "submitting the job",
+    "sweep": "submitting the workers",
+    "preflight": "checking the nodes",
+}
+"""What is being done when a file cannot be written, in words for the laptop."""
 
 
 def serve(requests: BinaryIO, answers: BinaryIO, root: Path, package: Path) -> None:
@@ -57,10 +70,12 @@ class HostSession:
             "source": self._receive_source,
             "python": self._prepare_python,
             "submit": self._submit,
+            "sweep": self._submit_sweep,
             "submission": self._tell_submission,
             "refresh": self._refresh,
             "follow": self._follow,
             "command": self._run_command,
+            "preflight": self._check_nodes,
             "snapshots": self._send_snapshots,
         }
 
@@ -72,7 +87,8 @@ class HostSession:
             raise
         except Exception as error:  # a bug of ours is shown on the laptop, where somebody reads it
             code = error.exit if isinstance(error, EchelonError) else ExitCode.FAILED
-            faults = [[fault.what, fault.do] for fault in describe_faults(error)]
+            step = _STEPS.get(str(request["do"]), str(request["do"]))
+            faults = [[fault.what, fault.do] for fault in describe_faults(error, step)]
             self._send({"faults": faults, "exit": int(code)})
 
     def _send(self, message: dict[str, Any], data: bytes = b"") -> None:
@@ -101,6 +117,7 @@ class HostSession:
                         store.add_content(name, chunks)
                     parts = {}
             store.make_tree(digest, entries)
+        store.note_use(self._package, store.get_tree(digest))
         store.link_data(store.get_tree(digest))
         self._send({"done": True, "folder": str(store.get_tree(digest))})
 
@@ -134,9 +151,32 @@ class HostSession:
             for config in wanted["configs"]
         ]
         work_lines = lines if works_alone else None
-        submission = Submission(str(request["id"]), str(request["digest"]), configs, work_lines)
-        result = submit_once(self._store, submission)
-        self._send(result | {"done": True})
+        submission = Submission(
+            str(request["id"]), str(request["digest"]), configs, work_lines, wanted["call"]
+        )
+        self._send(submit_once(self._store, submission) | {"done": True})
+        clean_up_sometimes(self._store)
+
+    def _submit_sweep(self, request: dict[str, Any], data: bytes) -> None:
+        wanted = json.loads(data)
+        secrets = self._keep_secrets(str(request["id"]), wanted["secrets"])
+        settings = dict(wanted["settings"])
+        if secrets:  # news of a sweep are sent by its workers
+            settings["overrides"] = [
+                *settings["overrides"],
+                f"launch.secrets={format_override_value(secrets)}",
+            ]
+        submission = SweepSubmission(
+            str(request["id"]),
+            str(request["digest"]),
+            self._get_run_folder(f"{self._store.root}/{RUNS_FOLDER}/{wanted['name']}").name,
+            with_job_python(wanted["config"], request["python"], request["lines"], secrets),
+            settings,
+            str(wanted["text"]),
+            int(wanted["parallel"]),
+        )
+        self._send(submit_once(self._store, submission) | {"done": True})
+        clean_up_sometimes(self._store)
 
     def _keep_secrets(self, submission_id: str, text: str) -> str | None:
         """Write the secrets of a submission into a file that is its owner's alone, for the job."""
@@ -156,7 +196,10 @@ class HostSession:
     # --- runs ---
 
     def _open_runs(self, data: bytes) -> list[SentFiles]:
-        return [SentFiles(self._get_run_folder(f), known) for f, known in json.loads(data)]
+        return [
+            SentFiles(self._get_run_folder(folder), known, trials)
+            for folder, known, trials in json.loads(data)
+        ]
 
     def _get_run_folder(self, folder: str) -> Path:
         """Return the folder of a run of this project; the laptop may ask for no other one."""
@@ -173,25 +216,27 @@ class HostSession:
     def _refresh(self, request: dict[str, Any], data: bytes) -> None:
         runs = self._open_runs(data)
         # States first: a job that ends meanwhile has written its files before it leaves the queue.
-        send_states(self._answers, self._store.folder, [each.run for each in runs])
+        send_states(self._answers, self._store.folder, runs)
         for each in runs:
             each.send_changes(self._answers, bool(request["logs"]))
         self._send({"done": True})
+        clean_up_sometimes(self._store)
 
     def _follow(self, request: dict[str, Any], data: bytes) -> None:
         """Send what changes until the laptop closes its side."""
         runs = self._open_runs(data)
         next_states = 0.0
         while True:
+            # States first: what a job that is over has written is all there.
+            is_due = time.monotonic() >= next_states
+            if is_due:
+                send_states(self._answers, self._store.folder, runs)
+                next_states = time.monotonic() + _STATES_EVERY_S
             changed = False
             for each in runs:
                 changed = each.send_changes(self._answers, bool(request["logs"])) or changed
-            if time.monotonic() >= next_states:
-                next_states = time.monotonic() + _STATES_EVERY_S
-                send_states(self._answers, self._store.folder, [each.run for each in runs])
+            if changed or is_due:
                 self._send({"beat": True})  # by which the laptop knows how old its copy is
-            elif changed:
-                self._send({"beat": True})
             if select.select([self._requests], [], [], _POLL_S)[0]:
                 raise ConnectionLostError
 
@@ -219,6 +264,25 @@ class HostSession:
                 exit=ExitCode.FAILED,
             ) from None
         self._send({"done": True, "code": done.returncode, "out": done.stdout, "err": done.stderr})
+
+    def _check_nodes(self, request: dict[str, Any], data: bytes) -> None:
+        """Check the nodes of a job, in a process that has the Python of the jobs."""
+        composed = json.loads(data)
+        setup = [*composed["launch"]["setup"], *request["lines"]]
+        config = with_job_python(composed, request["python"], request["lines"], None)
+        with tempfile.NamedTemporaryFile("w", dir=self._store.folder, suffix=".json") as file:
+            json.dump(config, file)
+            file.flush()
+            limits = ["--limit", str(request["limit"]), "--wait", str(request["wait"])]
+            code, out = run_job_command(
+                self._requests,
+                setup,
+                request["python"],
+                ["preflight", "--composed", file.name, *limits],
+                self._store.get_tree(str(request["digest"])),
+                lambda line: self._send({"line": line}),
+            )
+        self._send({"done": True, "code": code}, out)
 
     def _send_snapshots(self, request: dict[str, Any], _: bytes) -> None:
         run = Run(self._get_run_folder(str(request["folder"])))

@@ -32,7 +32,8 @@ def read_job_states(folder: Path, jobs: Sequence[str]) -> dict[str, Any]:
                 answer = _ask_slurm(answer, jobs)
                 write_json_atomically(file, answer)
     states = {**answer["ended"], **answer["states"]}
-    known = {job: states[job] for job in jobs if job in states}
+    # Of the number of an array, the states of its tasks.
+    known = {job: states[job] for job in states if job in jobs or _get_array(job) in jobs}
     return {"asked": answer["asked"], "states": known, "error": answer["error"]}
 
 
@@ -46,7 +47,9 @@ def _ask_slurm(before: dict[str, Any], jobs: Sequence[str]) -> dict[str, Any]:
     asked = time.time()
     queue = query_own_queue()
     ended: dict[str, Any] = before.get("ended") or {}
-    gone = [job for job in jobs if job not in queue.states and job not in ended]
+    told = {*queue.states, *ended}
+    told |= {_get_array(job) for job in told}
+    gone = [job for job in jobs if job not in told]
     if gone and not queue.error:
         ended |= {job: list(state) for job, state in query_accounting(gone).items()}
     # The queue tells of a job for minutes after its end; then only the accounting does, or nobody.
@@ -54,6 +57,15 @@ def _ask_slurm(before: dict[str, Any], jobs: Sequence[str]) -> dict[str, Any]:
     return {
         "asked": asked,
         "states": {job: list(state) for job, state in queue.states.items()},
-        "ended": {job: state for job, state in (ended | over).items() if job in jobs},
+        "ended": {
+            job: state
+            for job, state in (ended | over).items()
+            if job in jobs or _get_array(job) in jobs
+        },
         "error": queue.error,
     }
+
+
+def _get_array(job: str) -> str:
+    """Return the number of the array that a task is of; of another job, its own."""
+    return job.partition("_")[0]

@@ -3,6 +3,7 @@
     .echelon/files/ab/cdef…      every file by its SHA-256, read-only
     .echelon/sources/DIGEST/     a tree, by the digest of its manifest; the working folder of jobs
     .echelon/code/RUN            a link to the tree that a run was submitted with
+    .echelon/sweeps/SWEEP/       the tree that the workers of a sweep were submitted with
 
 A tree never changes once it has its name, so that what a job reads is what was submitted.
 """
@@ -15,7 +16,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from echelon.errors import EchelonError, Fault
@@ -60,7 +61,7 @@ class SourceStore:
             raise EchelonError(
                 Fault("a file of the source changed while it was sent", "type the command again")
             )
-        path = self._get_file(digest)
+        path = Path(self._get_file(digest))
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path) as temporary:
             with temporary.open("wb") as file:
@@ -75,10 +76,11 @@ class SourceStore:
         partial = tree.with_name(f".{digest}.{secrets.token_hex(4)}")
         try:
             partial.mkdir(parents=True)
-            for folder in sorted({str(PurePosixPath(entry[0]).parent) for entry in entries}):
-                (partial / folder).mkdir(parents=True, exist_ok=True)
+            for folder in sorted({entry[0].rpartition("/")[0] for entry in entries}):
+                (partial / _require_relative(folder)).mkdir(parents=True, exist_ok=True)
+            base = str(partial)  # of thousands of files, texts are made faster than paths
             for name, kind, content, _ in entries:
-                self._add_entry(partial / _require_relative(name), kind, content)
+                self._add_entry(f"{base}/{_require_relative(name)}", kind, content)
             with contextlib.suppress(FileExistsError, OSError):
                 partial.rename(tree)  # another submission of the same code may have been faster
         finally:
@@ -104,9 +106,32 @@ class SourceStore:
         with replace_file(link) as temporary:
             temporary.symlink_to(os.path.relpath(tree, link.parent))
 
-    def _add_entry(self, path: Path, kind: str, content: str) -> None:
+    def get_sweep_folder(self, sweep_name: str) -> Path:
+        """Return the working folder of a sweep's workers."""
+        return self.folder / "sweeps" / sweep_name
+
+    def make_sweep_folder(self, sweep_name: str, tree: Path) -> Path:
+        """Make the working folder of a sweep's workers, out of links to the files of a tree.
+
+        It is no link to the tree: trials compare the path of their code, which stays the same when
+        the sweep is continued with other code.
+        """
+        folder = self.get_sweep_folder(sweep_name)
+        partial = folder.with_name(f".{sweep_name}.{secrets.token_hex(4)}")
+        earlier = folder.with_name(f"{partial.name}.old")
+        try:
+            shutil.copytree(tree, partial, symlinks=True, copy_function=_link_or_copy)
+            if folder.exists():
+                folder.rename(earlier)
+            partial.rename(folder)
+        finally:
+            for each in (partial, earlier):
+                shutil.rmtree(each, ignore_errors=True)
+        return folder
+
+    def _add_entry(self, path: str, kind: str, content: str) -> None:
         if kind == "link":
-            path.symlink_to(content)
+            os.symlink(content, path)
             return
         file = self._get_file(content)
         if kind == "file":
@@ -116,16 +141,33 @@ class SourceStore:
             except OSError:  # too many links to an empty file, or a file system without any
                 pass
         shutil.copyfile(file, path)
-        path.chmod(0o555 if kind == "program" else 0o444)
+        os.chmod(path, 0o555 if kind == "program" else 0o444)
 
-    def _get_file(self, digest: str) -> Path:
+    def _get_file(self, digest: str) -> str:
         digest = _require_hex(digest)
-        return self.folder / "files" / digest[:2] / digest[2:]
+        return f"{self.folder}/files/{digest[:2]}/{digest[2:]}"
 
     def _has_file(self, digest: str, size: int) -> bool:
+        file = self._get_file(digest)
         with contextlib.suppress(OSError):
-            return self._get_file(digest).stat().st_size == size
+            status = os.stat(file)
+            if status.st_nlink == 1:
+                os.utime(file)  # it is in no tree, and is about to be
+            return status.st_size == size
         return False
+
+    def note_use(self, *folders: Path) -> None:
+        """Have it known that code is used today: what is not goes after a while."""
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                os.utime(folder)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def compute_tree_digest(entries: Sequence[Sequence[Any]]) -> str:

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from echelon.config.schema import Config, build_config
 from echelon.errors import EchelonError, ExitCode, Fault
@@ -28,6 +28,7 @@ from echelon.launch.slurm.batch_script import ScriptEnvironment, render_script
 from echelon.launch.slurm.job_array import group_alike, plan_arrays, queue_array
 from echelon.launch.slurm.launcher import complete_array_configs
 from echelon.launch.slurm.sbatch import find_in_queue, queue_run, require_sbatch
+from echelon.login.host.detached import start_detached
 from echelon.login.host.source_store import SourceStore
 from echelon.notify.registry import require_channels
 from echelon.runs.run_folder import Run
@@ -39,9 +40,22 @@ _KEPT_S = 60 * 86400.0
 """How long it is remembered what became of a submission."""
 
 
+class OnceOnly(Protocol):
+    """What a laptop asks for once."""
+
+    @property
+    def id(self) -> str:
+        """The id that the laptop gave it."""
+
+    def carry_out(self, store: SourceStore, files: SubmissionFiles) -> dict[str, Any]:
+        """Submit it, or find out that an earlier process did before it was killed; returns
+        `{runs: …}`, or `{faults, exit}` with nothing queued and nothing left. Where Slurm has taken
+        some jobs and then refused one, `{runs: …, refused: {faults, exit}}`."""
+
+
 @dataclass(frozen=True)
 class Submission:
-    """What the laptop asks for."""
+    """Runs that the laptop asks for."""
 
     id: str
     digest: str
@@ -50,6 +64,8 @@ class Submission:
     work_lines: Sequence[str] | None = None
     """Of commands that each have a copy of the source as their working folder: the lines that enter
     their environment. None of runs that share the source."""
+    call: Mapping[str, Any] | None = None
+    """The function that the only run calls, with its arguments."""
 
     def make_environment(self, tree: Path) -> ScriptEnvironment | None:
         """Return what a batch script adds to such a command. The files of a tree are read-only."""
@@ -57,8 +73,45 @@ class Submission:
             return None
         return ScriptEnvironment(tree, ("chmod -R u+w .", *self.work_lines))
 
+    def carry_out(self, store: SourceStore, files: SubmissionFiles) -> dict[str, Any]:
+        """Submit the runs, or find out that an earlier process did before it was killed."""
+        configs = [build_config(config) for config in self.configs]
+        groups = list(_split_by_sbatch_call(configs))
+        runs = [Run.from_config(config) for config in configs]
+        had_folder = {run.folder: run.folder.exists() for run in runs}
+        printed = io.StringIO()
+        queued: list[Sequence[Config]] = []
+        try:
+            tree = store.get_tree(self.digest)
+            environment = self.make_environment(tree)
+            os.chdir(tree)
+            queued += [group for group in groups if _take_over_earlier_job(group, files)]
+            unsubmitted = [group for group in groups if group not in queued]
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+                left = [complete_array_configs(group) for group in unsubmitted]
+                for group in left:
+                    _check(group, is_new=environment is not None)
+                for run in runs if left else ():
+                    store.point_code_link(run.name, tree)
+                if left and not files.begun.exists():  # its time says which jobs are of this id
+                    files.begun.touch()
+                if left and self.call is not None:
+                    runs[0].folder.mkdir(parents=True)
+                    write_json_atomically(runs[0].call_file, dict(self.call), names_code=True)
+                for group in left:
+                    _start(group, environment)
+                    queued.append(group)
+        except (EchelonError, OSError) as error:
+            _remove_unsubmitted(runs, had_folder, store)
+            if queued:
+                there = [Run.from_config(config) for group in queued for config in group]
+                refused = {"refused": describe_error(error)}
+                return _describe_result(there, printed.getvalue()) | refused
+            return describe_error(error)
+        return _describe_result(runs, printed.getvalue())
 
-def submit_once(store: SourceStore, submission: Submission) -> dict[str, Any]:
+
+def submit_once(store: SourceStore, submission: OnceOnly) -> dict[str, Any]:
     """Return what became of a submission: `{runs: [{name, folder, job}], …}` or `{faults, exit}`.
 
     A submission that failed has queued nothing, and may be asked for again. `{unknown: true}` means
@@ -137,62 +190,26 @@ def _wait_for_lock(files: SubmissionFiles) -> None:
 
 
 def _carry_out_in_own_session(
-    store: SourceStore, submission: Submission, files: SubmissionFiles
+    store: SourceStore, submission: OnceOnly, files: SubmissionFiles
 ) -> None:
     """Fork a process that no lost connection ends, and wait for it."""
-    child = os.fork()
-    if child:
-        os.waitpid(child, 0)
-        _wait_for_lock(files)
-        return
-    try:
-        os.setsid()
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(nothing, stream)
-        os.closerange(3, 256)
-        with FileLock(files.lock):
-            if not _is_done(files.read_result()):
-                write_json_atomically(files.result, _carry_out(store, submission, files))
-    except BaseException:
-        with contextlib.suppress(BaseException):
+
+    def carry_out() -> None:
+        try:
+            with FileLock(files.lock):
+                if not _is_done(files.read_result()):
+                    write_json_atomically(files.result, submission.carry_out(store, files))
+        except BaseException:
             text = traceback.format_exc()
             write_json_atomically(files.result, {"faults": [[text, _BUG_HINT]], "exit": 1})
-    finally:
-        os._exit(0)
+
+    os.waitpid(start_detached(carry_out), 0)
+    _wait_for_lock(files)
 
 
+JOB_PYTHON = "{python of the jobs}"
+"""A word of a program that stands for it, as long as only the login node knows it."""
 _BUG_HINT = "this is an error of Echelon's: please report it"
-
-
-def _carry_out(
-    store: SourceStore, submission: Submission, files: SubmissionFiles
-) -> dict[str, Any]:
-    """Submit the runs, or find out that an earlier process did before it was killed."""
-    configs = [build_config(config) for config in submission.configs]
-    groups = list(_split_by_sbatch_call(configs))
-    runs = [Run.from_config(config) for config in configs]
-    had_folder = {run.folder: run.folder.exists() for run in runs}
-    printed = io.StringIO()
-    try:
-        tree = store.get_tree(submission.digest)
-        environment = submission.make_environment(tree)
-        os.chdir(tree)
-        unsubmitted = [group for group in groups if not _take_over_earlier_job(group, files)]
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            left = [complete_array_configs(group) for group in unsubmitted]
-            for group in left:
-                _check(group, is_new=environment is not None)
-            for run in runs if left else ():
-                store.point_code_link(run.name, tree)
-            if left:
-                files.begun.touch()
-            for group in left:
-                _start(group, environment)
-    except (EchelonError, OSError) as error:
-        _remove_unsubmitted(runs, had_folder, store)
-        return _describe_error(error)
-    return _describe_result(runs, printed.getvalue())
 
 
 def _split_by_sbatch_call(configs: Sequence[Config]) -> Iterator[Sequence[Config]]:
@@ -300,22 +317,24 @@ def _describe_result(runs: Sequence[Run], text: str) -> dict[str, Any]:
     return {"runs": described, "text": text, "time": time.time()}
 
 
-def _describe_error(error: BaseException) -> dict[str, Any]:
+def describe_error(error: BaseException) -> dict[str, Any]:
+    """Return what the laptop is told of a submission that failed."""
     return {
         "faults": [[fault.what, fault.do] for fault in describe_faults(error)],
         "exit": int(error.exit if isinstance(error, EchelonError) else ExitCode.FAILED),
     }
 
 
-def describe_faults(error: BaseException) -> Sequence[Fault]:
-    """Return the faults of an error on the login node; of a full disk, a sentence."""
+def describe_faults(error: BaseException, step: str = "submitting the job") -> Sequence[Fault]:
+    """Return the faults of an error on the login node; of a full disk, a sentence with the step in
+    which it was met."""
     if isinstance(error, EchelonError):
         return error.faults
     if isinstance(error, OSError):
         where = f" ({error.filename})" if error.filename else ""
         return [
             Fault(
-                f"a file could not be written there: {error.strerror or error}{where}",
+                f"{step}: a file could not be written there: {error.strerror or error}{where}",
                 "free some space or quota there, or give another folder with "
                 "launch.remote_dir=PATH; what is in its .echelon may be removed",
             )
@@ -331,4 +350,5 @@ def with_job_python(
     built = build_config(config)
     setup = [*built.launch.setup, *lines]
     launch = replace(built.launch, python=python, setup=setup, secrets=secrets)
-    return replace(built, launch=launch).to_dict()
+    program = [python if word == JOB_PYTHON else word for word in built.program]
+    return replace(built, launch=launch, program=program).to_dict()
