@@ -3,14 +3,12 @@
     python scripts/run_matrix.py                     all cells
     python scripts/run_matrix.py oldest py312-torch2.8
     python scripts/run_matrix.py --list
-    python scripts/run_matrix.py --any-torch py310-torch2.4
 
 A cell is an environment outside of the checkout, which is removed afterwards. Packages come from
 where pip is configured to look, versions of Python from the PATH or from pyenv.
 
-torch has to be a build for the CPU. With --any-torch a build for CUDA is taken where there is no
-other (0.5 to 0.9 GB). The gigabytes of NVIDIA's libraries, which a training on a CPU never calls,
-are then left out: empty libraries of their names stand in for them, which need gcc.
+torch has to be a build for the CPU, so that no gigabytes of CUDA come along. Where pip finds none,
+the cell is not tried.
 
 What cannot be tried is named with the reason. Results go to benchmarks/results/matrix.json, where
 those of cells that were not tried this time stay.
@@ -79,7 +77,6 @@ CELLS = [
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("cells", nargs="*", metavar="CELL")
-    parser.add_argument("--any-torch", action="store_true", help="also builds for CUDA")
     parser.add_argument("--list", action="store_true", help="the cells")
     given = parser.parse_args()
     by_name = {cell.name: cell for cell in CELLS}
@@ -91,20 +88,20 @@ def main() -> int:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     chosen = given.cells or list(by_name)
     for name in chosen:
-        results[name] = try_cell(by_name[name], given.any_torch)
+        results[name] = try_cell(by_name[name])
         print(f"{name:<18}{results[name]['outcome']}", flush=True)
         ordered = {each: results[each] for each in by_name if each in results}
         RESULTS.write_text(json.dumps(ordered, indent=2) + "\n")
     return int(any(results[name]["outcome"].startswith("failed") for name in chosen))
 
 
-def try_cell(cell: Cell, any_torch: bool) -> dict[str, object]:
+def try_cell(cell: Cell) -> dict[str, object]:
     """Return what became of a cell, and with which versions."""
     started = time.strftime("%Y-%m-%d")
     with tempfile.TemporaryDirectory(prefix="echelon-matrix-") as place:
         python = Path(place, "bin/python")
         try:
-            make_environment(cell, python, any_torch)
+            make_environment(cell, python)
         except CannotTry as problem:
             return {"date": started, "outcome": f"not tried: {problem}"}
         return {
@@ -114,7 +111,7 @@ def try_cell(cell: Cell, any_torch: bool) -> dict[str, object]:
         }
 
 
-def make_environment(cell: Cell, python: Path, any_torch: bool) -> None:
+def make_environment(cell: Cell, python: Path) -> None:
     """Make the environment of a cell; raises CannotTry if something is not to be had."""
     uv = [str(ROOT / ".venv/bin/uv"), "--no-python-downloads", "--quiet"]
     made = run(
@@ -122,7 +119,7 @@ def make_environment(cell: Cell, python: Path, any_torch: bool) -> None:
     )
     if made.returncode:
         raise CannotTry(f"no environment: {last_line(made.stderr)}")
-    install_torch(cell, python, any_torch)
+    install_torch(cell, python)
     tools = [pin for pin in read_constraints() if re.split("==", pin)[0] in TOOLS]
     pins = python.parent / "pins.txt"
     pins.write_text("\n".join([*tools, f"torch=={cell.torch}"]))
@@ -153,47 +150,28 @@ def read_constraints() -> list[str]:
     return [line for line in lines if line and line[0] != "#"]
 
 
-def install_torch(cell: Cell, python: Path, any_torch: bool) -> None:
-    """Install torch alone: a build for the CPU, else (any_torch) one without its libraries."""
+def install_torch(cell: Cell, python: Path) -> None:
+    """Install torch alone, in a build for the CPU."""
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     cpu = [f"torch=={cell.torch}+cpu", "--no-deps", "--only-binary=:all:"]
-    if run([*pip, *cpu]).returncode == 0:
-        return
-    if not any_torch:
+    if run([*pip, *cpu]).returncode:
         raise CannotTry(NO_CPU_BUILD.format(cell.torch, cell.python))
-    done = run([*pip, f"torch=={cell.torch}", "--no-deps", "--only-binary=:all:", "--no-cache-dir"])
-    if done.returncode:
-        raise CannotTry(f"no torch {cell.torch} for Python {cell.python} where pip looks")
-    [site] = python.parents[1].glob("lib/python*/site-packages")
-    [metadata] = site.glob("torch-*.dist-info/METADATA")
-    lines = metadata.read_text(encoding="utf-8").splitlines(keepends=True)
-    of_cuda = re.compile(r"Requires-Dist: (nvidia-|triton|cuda-)")
-    # The runtime is called when torch is loaded, and small.
-    runtime = [line.split()[1].partition(";")[0] for line in lines if "nvidia-cuda-runtime" in line]
-    metadata.write_text("".join(line for line in lines if not of_cuda.match(line)))
-    if run([*pip, "--no-deps", *runtime]).returncode:
-        raise CannotTry("torch's runtime of CUDA cannot be had")
-    make_empty_libraries(site)
-
-
-def make_empty_libraries(site: Path) -> None:
-    """Make an empty library for each that torch's own ask for and that is not there."""
-    folder = site / "torch/lib"
-    there = {path.name for path in site.rglob("*.so*")}
-    for path in list(folder.glob("*.so*")):
-        needed = re.findall(r"NEEDED.*\[(.*)\]", run(["readelf", "-d", str(path)]).stdout)
-        for name in needed:
-            is_of_cuda = re.match(r"lib(cu|nv|nccl)", name)
-            if is_of_cuda and name not in there:
-                there.add(name)
-                words = ["gcc", "-shared", "-o", str(folder / name), f"-Wl,-soname,{name}"]
-                if run([*words, "-x", "c", "/dev/null"]).returncode:
-                    raise CannotTry("gcc cannot make stand-ins for the libraries of CUDA")
 
 
 def run_tests(python: Path) -> str:
     """Return `passed`, or what failed, by the last lines of pytest."""
-    pytest = [str(python), "-m", "pytest", "-n", "2", "--dist", "worksteal", "-p", "no:randomly"]
+    pytest = [
+        str(python),
+        "-m",
+        "pytest",
+        "-n",
+        "2",
+        "--dist",
+        "worksteal",
+        "-p",
+        "no:randomly",
+        "-rsfE",
+    ]
     quick = "not slow and not gpu and not campaign and not cluster"
     lines = []
     for words in (["tests", "--ignore=tests/cluster", "-m", quick], ["-m", "slow", *SLOW_TESTS]):

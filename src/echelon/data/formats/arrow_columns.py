@@ -23,6 +23,9 @@ several."""
 ENCODED_TYPE = "struct<bytes: binary, path: string>"
 """Of columns in which Hugging Face stores files, such as pictures."""
 
+_NUMPY_NAMES = {"halffloat": "float16", "float": "float32", "double": "float64"}
+"""What numpy calls types that have another name in Arrow."""
+
 
 def import_pyarrow(module: str = "pyarrow") -> Any:
     """Return pyarrow or one of its modules, or raise with how to install it."""
@@ -179,7 +182,9 @@ def _find_leaf(kind: Any) -> Any:
     depth = 0
     while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         kind, depth = kind.value_type, depth + 1
-    return np.dtype(kind.to_pandas_dtype()) if depth and _is_number(kind) else None
+    # Not to_pandas_dtype(), which imports pandas in most versions of pyarrow.
+    name = _NUMPY_NAMES.get(str(kind), str(kind))
+    return np.dtype(name) if depth and _is_number(kind) else None
 
 
 def cut_rows(rows: int, size_bytes: int) -> Iterator[tuple[int, int, int]]:
