@@ -14,7 +14,7 @@ import pytest
 
 from echelon.config.schema import Config, LaunchConfig, RunConfig
 from echelon.login.host.source_store import SourceStore
-from echelon.login.host.submit_once import Submission, read_submission, submit_once
+from echelon.login.host.submit_once import RunRequest, read_submission, submit_once
 from echelon.runs.run_folder import Run
 
 SBATCH = """#!/bin/sh
@@ -52,13 +52,13 @@ def slurm_says(folder: Path, sbatch: str, squeue: str = ":") -> None:
         program.chmod(0o755)
 
 
-def make_submission(store: SourceStore, submission_id: str = "id1") -> Submission:
+def make_submission(store: SourceStore, submission_id: str = "id1") -> RunRequest:
     config = Config(
         experiment={"entry": "echelon.recipes.toy:experiment"},
         launch=LaunchConfig(kind="slurm", python="/usr/bin/python3"),
         run=RunConfig("a", str(store.root / "runs")),
     )
-    return Submission(submission_id, "tree", [config.to_dict()])
+    return RunRequest(submission_id, "tree", [config.to_dict()])
 
 
 def jobs_of(result: dict[str, Any] | None) -> list[str]:
@@ -107,7 +107,7 @@ def test_jobs_that_were_taken_before_a_refusal_are_known(
         "launch": first["launch"] | {"nodes": 2},
     }
     slurm_says(tmp_path, f"[ $(wc -l < {calls}) = 1 ] || exit 1; echo 7")
-    both = Submission("id1", "tree", [first, second], work_lines=[])
+    both = RunRequest("id1", "tree", [first, second], work_lines=[])
     result = submit_once(store, both)
     assert jobs_of(result) == ["7"]
     assert "Slurm does not take the job" in result["refused"]["faults"][0][0]

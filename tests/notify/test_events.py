@@ -13,7 +13,7 @@ import pytest
 from run_folders import lines, make_run, write_phases
 
 from echelon.config.schema import NEWS_EVENTS, Config, NotifyConfig, TrainerConfig
-from echelon.notify.events import NewsFinder, find_end
+from echelon.notify.events import EventDetector, find_end
 from echelon.notify.record import NewsRecord
 from echelon.notify.run_view import RunView
 from echelon.runs.run_folder import Run
@@ -43,7 +43,7 @@ def add_events(run: Run, *found: dict[str, Any]) -> None:
 
 def test_a_start_is_told_once_it_trains_and_again_when_a_person_starts_it(tmp_path: Path) -> None:
     run = make(tmp_path, total_steps=40)
-    finder = NewsFinder()
+    finder = EventDetector()
     write_phases(run, (NOW - 60, NOW - 50, 0, 10), attempt=0)
     write_phases(run, (NOW - 40, None, 10, 10), attempt=1)
     (restarted,) = finder.find(view(run))
@@ -57,7 +57,7 @@ def test_a_start_is_told_once_it_trains_and_again_when_a_person_starts_it(tmp_pa
 def test_no_progress_is_told_with_the_step_where_it_stands(tmp_path: Path) -> None:
     run = make(tmp_path, lines(20), total_steps=40)
     clock = 1000.0
-    finder = NewsFinder(lambda: clock)
+    finder = EventDetector(lambda: clock)
     assert list(finder.find(view(run))) == []
     clock += 29 * 60
     assert list(finder.find(view(run))) == []
@@ -73,7 +73,7 @@ def test_no_progress_is_told_with_the_step_where_it_stands(tmp_path: Path) -> No
 
 def test_a_program_without_steps_is_never_said_to_stand(tmp_path: Path) -> None:
     run, clock = make(tmp_path), 0.0
-    finder = NewsFinder(lambda: clock)
+    finder = EventDetector(lambda: clock)
     seen = view(run)
     seen = replace(seen, config=replace(seen.config, program=["true"]))
     assert list(finder.find(seen)) == []
@@ -86,12 +86,12 @@ def test_starting_again_too_often_is_told_with_the_last_cause(tmp_path: Path) ->
     for number in range(4):
         at = NOW - 4000 + 1000 * number
         write_phases(run, (at, at + 500, number, number), job="7", requeues=number)
-    found = {n.key: n.message for n in NewsFinder().find(view(run))}
+    found = {n.key: n.message for n in EventDetector().find(view(run))}
     assert list(found) == ["1/started", "1/requeued/3"]
     message = found["1/requeued/3"]
     assert message.subject == "a: started again 3 times within a day"
     assert message.lines[0] == "last because it was stopped by SIGTERM"
-    assert [n.key for n in NewsFinder().find(view(run, requeues=4))] == ["1/started"]
+    assert [n.key for n in EventDetector().find(view(run, requeues=4))] == ["1/started"]
 
 
 def test_losses_are_told_together(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_losses_are_told_together(tmp_path: Path) -> None:
         {"event": "machine", "time": NOW - 10, **machine, "is_left_out": True},
     )
     clock = 1000.0
-    finder = NewsFinder(lambda: clock)
+    finder = EventDetector(lambda: clock)
     _, found = finder.find(view(run))
     assert found.message.subject == "a: 2 losses, goes on"
     assert found.message.lines[:3] == (
@@ -119,7 +119,7 @@ def test_losses_are_told_together(tmp_path: Path) -> None:
 
 def test_a_best_value_is_told_at_most_once_an_hour(tmp_path: Path) -> None:
     clock = 1000.0
-    finder = NewsFinder(lambda: clock)
+    finder = EventDetector(lambda: clock)
     run = make(tmp_path, [{"step": 10, "eval_rmse": 0.9}, {"step": 20, "eval_rmse": 1.5}])
     (found,) = finder.find(view(run))
     assert (found.key, found.message.subject) == ("best/10", "a: best rmse 0.9")
@@ -132,7 +132,7 @@ def test_a_best_value_is_told_at_most_once_an_hour(tmp_path: Path) -> None:
 
 def test_a_metric_that_is_not_finite_is_told(tmp_path: Path) -> None:
     run = make(tmp_path, '{"step": 1, "loss": NaN}\n')
-    (found,) = NewsFinder().find(view(run))
+    (found,) = EventDetector().find(view(run))
     assert (found.key, found.message.event) == ("0/nan", "nan")
 
 
@@ -187,7 +187,7 @@ def test_damaged_folders_are_no_error(tmp_path: Path) -> None:
     for file in (run.status_file, run.history_file, run.summary_file, run.metrics_file):
         file.write_bytes(b'{"event": "start", "time": \xff\n[[[\n{"time": 1, "event": "round"}\n')
     run.get_heartbeat_file(0).write_bytes(b"x" * 17)
-    assert list(NewsFinder().find(view(run))) == []
+    assert list(EventDetector().find(view(run))) == []
     assert find_end(view(run), has_leader_ended=True) is not None
 
 

@@ -30,7 +30,7 @@ _MAX_GPU_TYPES = 2
 _STARTS = re.compile(
     r"Job \d+ to start at (\S+) using \d+ processors on (?:nodes )?(\S*)(?: in partition (\S+))?"
 )
-_NO_PART_OF_TESTS = ("--dependency", "--kill-on-invalid-dep", "--open-mode", "--signal")
+_UNTESTED_OPTIONS = ("--dependency", "--kill-on-invalid-dep", "--open-mode", "--signal")
 
 
 class StartEstimate(NamedTuple):
@@ -69,7 +69,7 @@ class SoonerStart(NamedTuple):
 def render_test_job(config: Config) -> str:
     """Return a batch script with the options of a run's own, which does nothing."""
     options = make_sbatch_options(config, count_processes_per_node(config))
-    kept = [o for o in options if not o.startswith(_NO_PART_OF_TESTS)]
+    kept = [o for o in options if not o.startswith(_UNTESTED_OPTIONS)]
     return "\n".join(["#!/bin/sh", *(f"#SBATCH {option}" for option in kept), "true", ""])
 
 

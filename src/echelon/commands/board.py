@@ -57,7 +57,7 @@ examples:
     roots = _find_roots(given.dir or ["runs"])
     from echelon.login.refresh import following_folders
 
-    with following_folders(roots, with_logs=True, tells=False):
+    with following_folders(roots, with_logs=True, is_verbose=False):
         if given.tui:
             return _run_terminal_board(roots)
         return _serve(roots, given)

@@ -48,7 +48,7 @@ def jobs(words: list[str]) -> int:
     refresh_named(given.run, given.dir)
     if not given.run:
         refresh_listed(root)
-    with following_folders([root] if given.watch else [], with_logs=False, tells=False):
+    with following_folders([root] if given.watch else [], with_logs=False, is_verbose=False):
         return show_jobs(root, given.run, given.all, given.json, given.watch)
 
 

@@ -490,7 +490,7 @@ class NotifyConfig:
     mail: MailConfig = field(default_factory=MailConfig)
 
     @property
-    def told_events(self) -> list[str]:
+    def enabled_events(self) -> list[str]:
         """What is told, of NEWS_EVENTS."""
         return self.events or [event for event in NEWS_EVENTS if event != "best"]
 

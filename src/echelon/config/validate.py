@@ -468,7 +468,7 @@ def _check_launcher_only_keys(launch: LaunchConfig) -> Iterator[Fault]:
 
 
 _CONTAINER_KEYS = ("container_runtime", "container_mounts", "container_args", "container_python")
-_RUNTIMES_OF_ONE_WORLD = {"pyxis": ("slurm",), "enroot": ("local", "ssh")}
+_LAUNCHERS_OF_RUNTIME = {"pyxis": ("slurm",), "enroot": ("local", "ssh")}
 """enroot is started by the plugin of srun, or by itself."""
 
 
@@ -514,7 +514,7 @@ def _check_container(config: Config) -> Iterator[Fault]:
                     f"leave launch.{key} out; launch.k8s has settings of pods",
                 )
         return
-    kinds = _RUNTIMES_OF_ONE_WORLD.get(launch.container_runtime)
+    kinds = _LAUNCHERS_OF_RUNTIME.get(launch.container_runtime)
     if kinds and launch.kind not in kinds:
         others = " or ".join(f"launch={kind}" for kind in kinds)
         yield Fault(

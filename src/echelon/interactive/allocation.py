@@ -20,7 +20,7 @@ from echelon.utils.text import format_count
 DEFAULT_NAME = "dev"
 DEFAULT_TIME = "2:00:00"
 _JOB_NAME_PREFIX = "echelon-"
-_OF_A_RUN = ("--signal", "--requeue", "--no-requeue", "--open-mode", "--no-kill")
+_RUN_ONLY_OPTIONS = ("--signal", "--requeue", "--no-requeue", "--open-mode", "--no-kill")
 """Options of the batch job of a run that an allocation has no use for."""
 
 
@@ -183,7 +183,7 @@ def _make_options(config: Config) -> Iterator[str]:
     launch = config.launch
     alone = replace(config, launch=replace(launch, spares=0))
     for option in make_sbatch_options(alone, procs=launch.procs or 1):
-        if not option.startswith(_OF_A_RUN):
+        if not option.startswith(_RUN_ONLY_OPTIONS):
             yield option
     # To the keeper alone, which tells it to the terminals.
     yield f"--signal=B:USR2@{launch.signal_lead_s}"

@@ -32,7 +32,7 @@ _WARNING_S = 120.0
 """How long before the end of an idle allocation its terminals hear of it."""
 
 
-class Keeper:
+class IdleWatcher:
     """Watches one job, from its start to its end."""
 
     def __init__(self, files: AllocationFolder, idle_s: float, env: dict[str, str]) -> None:
@@ -183,7 +183,7 @@ def main() -> int:
     if given.report_s is not None:
         report_activity(given.folder, os.environ["SLURM_JOB_ID"], given.report_s)
     files = AllocationFolder(given.folder.name, given.folder)
-    keeper = Keeper(files, given.idle_s, dict(os.environ))
+    keeper = IdleWatcher(files, given.idle_s, dict(os.environ))
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # by way of `finally`
     signal.signal(signal.SIGUSR2, lambda number, frame: keeper.announce_short_time())
     return keeper.run()

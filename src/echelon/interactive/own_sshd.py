@@ -22,7 +22,7 @@ from echelon.utils.os_errors import format_os_error_reason
 _SYSTEM_FOLDERS = "/usr/sbin:/sbin:/usr/local/sbin"
 _START_S = 10.0
 _TRIES = 3
-_PASSED_ON = ("CUDA_VISIBLE_DEVICES", "PATH", "VIRTUAL_ENV")
+_SSHD_VARIABLES = ("CUDA_VISIBLE_DEVICES", "PATH", "VIRTUAL_ENV")
 """Beside the variables of the job."""
 
 
@@ -93,7 +93,7 @@ class OwnSshd:
 
     def _render_config(self, port: int) -> str:
         folder = self._files.folder
-        passed = {name: self._env[name] for name in _PASSED_ON if self._env.get(name)}
+        passed = {name: self._env[name] for name in _SSHD_VARIABLES if self._env.get(name)}
         given = select_job_variables(self._env) | passed
         # A double quote would end the value; nothing of Slurm's has one.
         variables = " ".join(f'"{k}={v}"' for k, v in given.items() if '"' not in v)

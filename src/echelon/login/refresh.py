@@ -98,11 +98,11 @@ class Follower:
     lost: the laptop may sleep, or change networks."""
 
     def __init__(
-        self, list_wanted: Callable[[], Sequence[Run]], with_logs: bool, tells: bool = True
+        self, list_wanted: Callable[[], Sequence[Run]], with_logs: bool, is_verbose: bool = True
     ) -> None:
         self._list_wanted = list_wanted
         self._with_logs = with_logs
-        self._tells = tells
+        self._is_verbose = is_verbose
         self._stopping = threading.Event()
         self._first_answer = threading.Event()
         self._connections: dict[LoginTarget, LoginConnection] = {}
@@ -153,7 +153,7 @@ class Follower:
             try:
                 with open_connection(target, asks_questions=False) as connection:
                     self._connections[target] = connection
-                    if failures and self._tells:
+                    if failures and self._is_verbose:
                         print(f"{target.host} answers again", file=sys.stderr, flush=True)
                     failures = 0
                     self._receive(connection, target, copies)
@@ -165,7 +165,7 @@ class Follower:
                 reason = _describe_error(error)
                 _mark_unreachable(copies, reason)
                 self._first_answer.set()
-                if self._tells and failures == 0:
+                if self._is_verbose and failures == 0:
                     print(f"warning: {reason}; trying again", file=sys.stderr, flush=True)
                 self._stopping.wait(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
                 failures += 1
@@ -218,13 +218,13 @@ def following(runs: Sequence[Run], *, is_new: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def following_folders(roots: Sequence[Path], with_logs: bool, tells: bool) -> Iterator[None]:
+def following_folders(roots: Sequence[Path], with_logs: bool, is_verbose: bool) -> Iterator[None]:
     """Keep all runs of these folders up to date in the background, also those that are new."""
     if not roots:
         yield
         return
     follower = Follower(
-        lambda: [run for root in roots for run in list_changing_copies(root)], with_logs, tells
+        lambda: [run for root in roots for run in list_changing_copies(root)], with_logs, is_verbose
     )
     follower.start()
     try:

@@ -31,7 +31,7 @@ class News(NamedTuple):
     message: Message
 
 
-class NewsFinder:
+class EventDetector:
     """Finds news in one reading after the other. What was told before is found again: the record
     in the folder knows it. Here is only what needs a clock."""
 

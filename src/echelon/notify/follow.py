@@ -57,7 +57,9 @@ class FollowedNews:
         if waited_s < self._config.notify.queued_minutes * 60:
             return
         key = f"queued/{job}/{len(phases)}"
-        if "queued" in self._config.notify.told_events and self._record.claim(key, "queued", job):
+        if "queued" in self._config.notify.enabled_events and self._record.claim(
+            key, "queued", job
+        ):
             position = query_queue_position(job)
             self._send(News(key, make_queued_message(self._run, job, waited_s, position)))
 
@@ -69,7 +71,7 @@ class FollowedNews:
         if news is None:
             key = f"{count_starts_on_request(view.history)}/failed"
             news = News(key, make_failed_message(view, status.note or status.state))
-        wanted = self._config.notify.told_events
+        wanted = self._config.notify.enabled_events
         message = news.message
         if message.event in wanted and self._record.claim(news.key, message.event, message.subject):
             self._send(news)

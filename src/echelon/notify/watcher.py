@@ -19,7 +19,7 @@ from pathlib import Path
 from echelon.config.schema import Config
 from echelon.errors import EchelonError
 from echelon.notify.deliver import deliver, warn_of_failures
-from echelon.notify.events import News, NewsFinder, find_end
+from echelon.notify.events import EventDetector, News, find_end
 from echelon.notify.news_process import END_WORD
 from echelon.notify.record import NewsRecord
 from echelon.notify.run_view import RunView
@@ -53,7 +53,7 @@ class RunWatcher:
 
     def __init__(self, run: Run, config: Config, env: Mapping[str, str], node: int = 0) -> None:
         self._run, self._config, self._env, self._node = run, config, env, node
-        self._record, self._finder = NewsRecord(run.news_file), NewsFinder()
+        self._record, self._finder = NewsRecord(run.news_file), EventDetector()
         self._warned: set[str] = set()
         self._parent = os.getppid()
 
@@ -76,7 +76,7 @@ class RunWatcher:
 
     def tell(self, news: News) -> None:
         """Send news once, if this run is to tell it."""
-        event, wanted = news.message.event, self._config.notify.told_events
+        event, wanted = news.message.event, self._config.notify.enabled_events
         is_end_by_nan = event == "nan" and news.key.endswith("/failed")
         if event not in wanted and not (is_end_by_nan and "failed" in wanted):
             return

@@ -60,7 +60,7 @@ class SweepNews:
 
         assert self._config is not None
         record = NewsRecord(self._sweep.news_file)
-        if event not in self._config.told_events or not record.claim(key, event, subject):
+        if event not in self._config.enabled_events or not record.claim(key, event, subject):
             return
         env = dict(os.environ)
         if self._secrets_file:

@@ -26,7 +26,7 @@ from echelon.login.host.run_files import SentFiles, send_states
 from echelon.login.host.snapshot_files import send_snapshots
 from echelon.login.host.source_store import RUNS_FOLDER, SourceStore, split_chunks
 from echelon.login.host.submit_once import (
-    Submission,
+    RunRequest,
     describe_faults,
     read_submission,
     submit_once,
@@ -151,7 +151,7 @@ class HostSession:
             for config in wanted["configs"]
         ]
         work_lines = lines if works_alone else None
-        submission = Submission(
+        submission = RunRequest(
             str(request["id"]), str(request["digest"]), configs, work_lines, wanted["call"]
         )
         self._send(submit_once(self._store, submission) | {"done": True})

@@ -54,7 +54,7 @@ class OnceOnly(Protocol):
 
 
 @dataclass(frozen=True)
-class Submission:
+class RunRequest:
     """Runs that the laptop asks for."""
 
     id: str
