@@ -204,12 +204,13 @@ def _answer_requests(channel: socket.socket) -> None:
             if not message:
                 return
             order = WorkerSpawnRequest(**json.loads(message))
+            server_pid = os.getpid()  # read before the fork: it may end right after
             pid = os.fork()
             if pid == 0:
                 channel.close()
                 os.close(wake_read)
                 os.close(wake_write)
-                _become_worker(order)
+                _become_worker(order, server_pid)
             started = {"started": pid, "local_rank": order.local_rank}
             channel.send(json.dumps(started).encode())
 
@@ -229,10 +230,10 @@ def _reap_children() -> Iterator[tuple[int, int]]:
 # --- inside a worker ---
 
 
-def _become_worker(request: WorkerSpawnRequest) -> None:
+def _become_worker(request: WorkerSpawnRequest, server_pid: int) -> None:
     """Be a worker: set it up and call its entrypoint; never returns."""
     try:
-        die_with_parent(os.getppid())
+        die_with_parent(server_pid)
         os.setpgid(0, 0)  # so that the agent can kill what it starts, too
         signal.set_wakeup_fd(-1)
         for number in (*STOP_SIGNALS, signal.SIGCHLD):
