@@ -133,7 +133,7 @@ def test_a_running_job_is_followed_and_cancelled(project: Laptop) -> None:
     assert again.code != ExitCode.OK
     assert is_a_sentence_and_a_hint(again.err), again.err
     stacks = laptop.type("stacks", "b")
-    assert "rank 0" in stacks.out, stacks.output
+    assert "2 ranks on" in stacks.out, stacks.output
     for number in range(2):
         until(laptop.kill_answering_processes, 60, "a process that answers", laptop.describe)
         until(
