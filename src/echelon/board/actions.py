@@ -309,17 +309,24 @@ def _start_training(command: ActionCommand) -> Outcome:
     until = time.monotonic() + _START_TIMEOUT_S
     found: str | None = None
     while process.poll() is None and time.monotonic() < until:
-        names = [n for n in _list_names(root) if n not in before] if is_new else [command.run.name]
+        names = [n for n in _list_runs(root) if n not in before] if is_new else [command.run.name]
         found = next((n for n in names if _was_started(root / n, process.pid, begun)), None)
         if found is not None:
             break
         time.sleep(_POLL_S)
     code = process.poll()
     if found is None and code == 0:
-        new = [name for name in _list_names(root) if name not in before and name != "latest"]
+        new = [name for name in _list_runs(root) if name not in before]
         found = command.run.name if not is_new else new[0] if len(new) == 1 else None
     run_id = None if found is None else make_run_id(command.root_number, found)
     return Outcome(code in (None, 0), _read_output(output, code), run_id, code is None)
+
+
+def _list_runs(root: Path) -> list[str]:
+    """Return the names of all folders of runs, without the link to the newest one."""
+    from echelon.runs.latest import LATEST
+
+    return [name for name in _list_names(root) if name != LATEST]
 
 
 def _list_names(root: Path) -> list[str]:

@@ -70,7 +70,8 @@ def read_torch_version() -> dict[str, str | None]:
 def _read_driver_version() -> str | None:
     """Return the version of NVIDIA's kernel module: `550.54.15`."""
     with suppress(OSError):
-        found = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", DRIVER_FILE.read_text(errors="replace"))
+        text = DRIVER_FILE.read_text(encoding="utf-8", errors="replace")
+        found = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", text)
         return found[1] if found else None
     return None
 
