@@ -129,7 +129,8 @@ def test_podman_builds_an_image_once(tmp_path: Path) -> None:
     (source / "requirements.txt").write_text("mine==1.0\n")
     for name in ("mine", "torchmetrics", "rich", "psutil", "xxhash", "packaging", "pyyaml"):
         wheel(wheels, name, "99.0" if name != "mine" else "1.0")
-    for name, version in (("torch", "2.9"), ("numpy", "1.99"), ("hydra_core", "1.3.2")):
+    exact = (("torch", "2.9"), ("numpy", "1.99"), ("hydra_core", "1.3.2"), ("omegaconf", "2.3.1"))
+    for name, version in exact:
         wheel(wheels, name, version)
     wheel(wheels, "tomli", "99.0")
     podman = ["podman"]

@@ -64,7 +64,12 @@ def wait_for_report(folder: Path, holds: Callable[[StackReport], Any]) -> StackR
 def sleeping_rank(folder: Path) -> Iterator[tuple[RunningCommand, StackReport]]:
     """Three ranks, of which rank 1 sleeps and the others wait for it in a collective."""
     with started_forked([*SLEEPING], folder) as command:
-        yield command, wait_for_report(folder, find_absent_ranks)
+        yield command, wait_for_report(folder, _are_both_waiting)
+
+
+def _are_both_waiting(report: StackReport) -> bool:
+    """One may be on its way to the collective in which the other waits already."""
+    return bool(find_absent_ranks(report)) and len(merge_stacks(report.ranks)) == 2
 
 
 @pytest.mark.slow

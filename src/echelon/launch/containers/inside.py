@@ -14,6 +14,7 @@ NEEDED = (
     ("torch", "torch"),
     ("numpy", "numpy"),
     ("hydra", "hydra-core"),
+    ("omegaconf", "omegaconf"),
     ("torchmetrics", "torchmetrics"),
     ("rich", "rich"),
     ("psutil", "psutil"),
